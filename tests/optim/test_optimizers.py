@@ -13,6 +13,7 @@ from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
+from trainer.optim import muon
 from trainer.optim.classes import fill_state
 from trainer.optim.optimizers import (
     LearningRates,
@@ -55,9 +56,41 @@ def descend(model, optimizers, found=None):
             optimizer.step()
 
 
+@pytest.fixture
+def native(monkeypatch):
+    """A CPU that has instructions for bf16, in which torch's Muon always computes."""
+    monkeypatch.setattr(muon, "is_emulated", lambda precision, device: False)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (8, 8)])
+def test_where_bf16_is_emulated_directions_are_computed_in_fp32(shape, native, monkeypatch):
+    matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    expected = muon.orthogonalize(matrices)
+    kinds = []
+
+    def multiply(*args, **options):
+        kinds.append(args[0].dtype)
+        return baddbmm(*args, **options)
+
+    baddbmm = torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", multiply)
+    monkeypatch.setattr(muon, "is_emulated", lambda precision, device: precision == "bf16")
+    actual = muon.orthogonalize(matrices)
+    assert {*kinds} == {torch.float32} and actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0.03)
+    left, values, right = torch.linalg.svd(matrices.bfloat16().float(), full_matrices=False)
+    values = values / values.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(muon.ITERATIONS):
+        # The iteration keeps singular vectors, and maps each singular value by this polynomial.
+        a, b, c = muon.COEFFICIENTS
+        values = a * values + b * values**3 + c * values**5
+    exact = left @ torch.diag_embed(values) @ right
+    assert (actual - exact).abs().max() < 0.005 < (expected - exact).abs().max()
+
+
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torchs_with_its_adamw(nesterov, device):
+def test_muon_is_torchs_with_its_adamw(nesterov, device, native):
     ours = small()
     reference = small()
     words = [
@@ -78,11 +111,11 @@ def test_muon_is_torchs_with_its_adamw(nesterov, device):
         "adjust_lr_fn": "match_rms_adamw",
     }
     lr = round_to_float32(0.01)
-    muon = torch.optim.Muon(hidden, lr=lr, **options)
+    theirs = torch.optim.Muon(hidden, lr=lr, **options)
     descend(
         reference,
         [
-            muon,
+            theirs,
             torch.optim.AdamW(
                 rest,
                 lr=lr,
@@ -171,7 +204,7 @@ def test_hidden_matrices_of_convolutions():
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
+def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov, native):
     """A stranger's Muon on a copy of the weight as a matrix, with the gradients that ours had."""
     model = Convolutions().to(memory_format=layout)
     words = [
@@ -190,11 +223,11 @@ def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
         "weight_decay": 0.1,
         "adjust_lr_fn": "match_rms_adamw",
     }
-    muon = torch.optim.Muon(reference, lr=0.01, **options)
+    theirs = torch.optim.Muon(reference, lr=0.01, **options)
     torch.manual_seed(1)
     for step in range(5):
         # Schedules change the rate like this.
-        for rate in (optimizer.param_groups, muon.param_groups):
+        for rate in (optimizer.param_groups, theirs.param_groups):
             for group in rate:
                 group["lr"] = 0.01 / (1 + step)
         optimizer.zero_grad()
@@ -202,7 +235,7 @@ def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
         for p, twin in zip(ours, reference, strict=True):
             twin.grad = p.grad.flatten(1).clone()
         optimizer.step()
-        muon.step()
+        theirs.step()
     assert (ours[0] - start).abs().max() > 0.01, "and it moves"
     for p, twin in zip(ours, reference, strict=True):
         exact = (

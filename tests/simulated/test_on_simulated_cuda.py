@@ -19,7 +19,7 @@ from trainer.commands.plan import plan, summary
 from trainer.commands.predict.labelling import Forward, Labeller, Preparation
 from trainer.data import Batch, open_datasets
 from trainer.devices.assignment import prediction_devices, resolve_devices
-from trainer.devices.precision import has_bf16
+from trainer.devices.precision import is_emulated
 from trainer.distributed.world import World
 from trainer.errors import TrainerError
 from trainer.memory.device import total_memory
@@ -373,7 +373,9 @@ def test_unequal_cards_are_reported_correctly():
             )[0]
             == 15 << 30
         )
-        assert has_bf16(CARD) and not has_bf16(torch.device("cuda", 1))
+        old = torch.device("cuda", 1)
+        assert is_emulated("bf16", old) and not is_emulated("bf16", CARD)
+        assert not is_emulated("fp16", old)
         assert look_up_peak_flops(CARD, "fp16") == 989e12
         assert look_up_peak_flops(torch.device("cuda", 1), "fp16") == 65e12
         assert (

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer import train
+from trainer.devices.precision import AUTOCAST
 from trainer.distributed.world import World
 from trainer.processes.rank import Place
+from trainer.recipe import load
 from trainer.training import reporting, setup
 
 NAMES = {0: "NVIDIA A100-SXM4-80GB", 1: "Tesla T4", 2: "NVIDIA A100-SXM4-80GB"}
@@ -62,6 +65,22 @@ def test_the_peak_is_that_of_every_card_together(mixed):
         None,
         0,
     )
+
+
+@pytest.mark.parametrize("kind", [None, *AUTOCAST])
+def test_a_cpu_without_instructions_for_a_precision_is_named(kind, tmp_path, monkeypatch, capsys):
+    for precision in AUTOCAST:
+        monkeypatch.setattr(
+            torch.ops.mkldnn,
+            f"_is_mkldnn_{precision}_supported",
+            lambda precision=precision: precision != kind,
+        )
+    words = ["data.samples=32", "data.val_samples=16", "data.image_size=8", "model.name=mlp"]
+    words += ["batch_size=16", "epochs=1", "data.name=synthetic", "mode=single", "seed=0"]
+    for precision in ("fp32", "bf16", "fp16"):
+        train(load(None, *words, f"precision={precision}", f"output={tmp_path / precision}"))
+        lines = capsys.readouterr().out
+        assert ("emulated" in lines and "use precision=fp32" in lines) == (precision == kind)
 
 
 def test_whether_a_card_emulates_bf16_is_known(mixed):

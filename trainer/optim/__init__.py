@@ -1,6 +1,6 @@
 """Optimizers, learning rate schedule, fp16 loss scaling, moving average, and parameter roles.
 
-Imports: errors, recipe, distributed, models.
+Imports: errors, recipe, devices, distributed, models.
 """
 
 from trainer.optim.classes import register_optimizer, register_schedule

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from trainer.devices.precision import is_emulated
 from trainer.distributed.matrix_exchange import MatrixExchange
 
 # Constants of the Newton-Schulz iteration, the same as in `torch.optim.Muon`.
@@ -244,7 +245,8 @@ class _StepRates:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each matrix, in bf16 like torch's Muon.
 
-    The singular values of the result are only roughly 1.
+    The singular values of the result are only roughly 1. A device that emulates bf16 computes in
+    fp32, several times as fast, and only the result is rounded to bf16.
 
     Args:
         matrices: N matrices, (N, rows, columns).
@@ -253,6 +255,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         The approximations, of the same shape.
     """
     x = matrices.bfloat16()
+    if is_emulated("bf16", x.device):
+        x = x.float()
     # Tall matrices are transposed, so that the iteration multiplies by the smaller Gram matrix.
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
@@ -265,8 +269,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     if is_tall:
-        return x.mT
-    return x
+        x = x.mT
+    return x.bfloat16()
 
 
 def orthogonalize_each(matrices: Sequence[Tensor]) -> list[Tensor]:

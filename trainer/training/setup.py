@@ -24,7 +24,7 @@ from trainer.data import Datasets, Loader, count_steps_per_epoch, damaged, open_
 from trainer.data.cache import cached
 from trainer.data.feeds import find_labels
 from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued
-from trainer.devices.precision import has_bf16, set_precision
+from trainer.devices.precision import is_emulated, set_precision
 from trainer.distributed.world import World
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError, TrainerError
@@ -341,8 +341,9 @@ def collect_model_facts(model: nn.Module, resolved: Resolved, data: Datasets) ->
     lines |= describe_training(model, recipe)
     emulating = [name for name, (_, emulates) in cards.items() if emulates]
     if emulating:
-        lines["bf16"] = (
-            f"emulated, slowly, by {list_some(emulating, 8)}: use precision=fp16 or fp32"
+        faster = "fp16 or fp32" if resolved.world.device.type == "cuda" else "fp32"
+        lines[recipe.precision] = (
+            f"emulated, slowly, by {list_some(emulating, 8)}: use precision={faster}"
         )
     peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -434,18 +435,16 @@ def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
 
 
 def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
-    """Describe the GPUs of all ranks. Collective.
+    """Describe the devices of all ranks. Collective.
 
     Returns:
-        `{name: (peak, emulates)}`: For each GPU its peak FLOP/s, None if unknown, and whether it
-        emulates `precision`. A GPU that several ranks share appears once. Empty on CPUs.
+        `{name: (peak, emulates)}`: For each device its peak FLOP/s, None if unknown, and whether it
+        emulates `precision`. A GPU that several ranks share appears once.
     """
-    if world.device.type != "cuda":
-        return {}
     local_cards = {}
     for name, device in world.driven().items():
-        emulates = precision == "bf16" and not has_bf16(device)
-        local_cards[name.partition("#")[0]] = look_up_peak_flops(device, precision), emulates
+        peak = look_up_peak_flops(device, precision)
+        local_cards[name.partition("#")[0]] = peak, is_emulated(precision, device)
     cards: dict[str, tuple[float | None, bool]] = {}
     for rank_cards in world.gather(local_cards):
         cards |= rank_cards

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torchvision.transforms import v2
 
 from trainer.models.small import SMALL, Whitening, fast_cnn
 from trainer.models.zoo import build
@@ -114,6 +115,25 @@ def test_fast_cnn_mirrored_is_fast_cnn_that_also_looks_into_a_mirror():
     )
     assert (actual - both[0]).abs().max() > 1e-3
     assert actual.shape == (6, 10)
+
+
+def test_fast_cnn_multicrop_is_fast_cnn_on_six_views():
+    plain = build(ModelRecipe(name="fast_cnn"), 10, 3, 32)
+    network = build(ModelRecipe(name="fast_cnn_multicrop"), 10, 3, 32)
+    images = torch.rand(6, 3, 32, 32)
+    plain.train()(images)  # running statistics
+    network.load_state_dict(plain.state_dict())
+    assert torch.equal(network.train()(images), plain.train()(images))
+    network.load_state_dict(plain.state_dict())
+    padded = v2.functional.pad(images, [1], padding_mode="reflect")
+    views = {images: 1 / 4}
+    views |= {padded[..., :-2, :-2]: 1 / 8, padded[..., 2:, 2:]: 1 / 8}
+    expected = sum(
+        share * (plain.eval()(view) + plain(view.flip(3))) for view, share in views.items()
+    )
+    actual = network.eval()(images)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert (actual - (plain(images) + plain(images.flip(3))) / 2).abs().max() > 1e-4
 
 
 def test_fast_cnn_starts_by_passing_its_inputs_on():

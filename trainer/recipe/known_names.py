@@ -27,6 +27,7 @@ SMALL_MODELS = (
     "resnet20",
     "fast_cnn",
     "fast_cnn_mirrored",
+    "fast_cnn_multicrop",
     "fast_cnn_small",
 )
 DATASETS = (

@@ -26,6 +26,7 @@ import torch
 from PIL import Image, ImageOps
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as vision
 
@@ -39,7 +40,7 @@ from trainer.data.archives import opening as shards_opening
 from trainer.data.folders import layout
 from trainer.data.photos import decoding
 from trainer.errors import SetupError
-from trainer.models.small import fast_cnn
+from trainer.models.small import SMALL
 
 CLASSES = ("Zoo", "ant", "élan")  # Folders sort by code points.
 CUT, RESIZED = 48, 96  # sizes of the model's input: images are that high, or are resized first
@@ -513,7 +514,7 @@ def test_the_command_labels_folders(root, home):
 def mirrored(home: Path) -> tuple[Path, dict[str, Any]]:
     """A run of the network that averages over six views of an image, and its result."""
     words = [word for word in WORDS if not word.startswith("model.name")]
-    words += ["model.name=fast_cnn_multicrop", f"data.image_size={CUT}", f"output={home}/mirrored"]
+    words += ["model.name=airbench", f"data.image_size={CUT}", f"output={home}/mirrored"]
     return home / "mirrored", trainer.train("digits", *words, *folders(home), "optimizer.lr=0.01")
 
 
@@ -521,7 +522,7 @@ def from_six_views(run: Path, sides: int = 2) -> Any:
     """Return the answer for views that are cut and flipped by hand, from a network that averages
     over none.
     """
-    network = fast_cnn(len(CLASSES), 3, CUT).eval()
+    network = nn.Sequential(*SMALL["airbench"](len(CLASSES), 3, CUT).children()).eval()
     network.load_state_dict(load_file(run / "last.safetensors"))
 
     def answer(inputs: np.ndarray[Any, Any]) -> torch.Tensor:

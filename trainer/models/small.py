@@ -141,14 +141,15 @@ class Whitening(nn.Module):
     the eigenvectors of the training patches' covariance. The filters here approximate those of
     photos without looking at data: the 2x2 Hadamard patterns of brightness and of two opponent
     colors. If the images do not have three channels, each channel has the patterns of its own
-    brightness. BatchNorm scales the output of each filter to variance 1. Nothing is trained.
+    brightness. BatchNorm scales the output of each filter to variance 1, or less if its variance is
+    not much larger than `eps`. Only the bias, if there is one, is trained.
 
     Shapes: (N, C, H, W) -> (N, 8 C, H - 1, W - 1).
     """
 
     filters: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, eps: float = 1e-5, has_bias: bool = False) -> None:
         super().__init__()
         patterns = torch.tensor(
             [[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
@@ -158,11 +159,40 @@ class Whitening(nn.Module):
             colors = F.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [-1, 2, -1]]))
         filters = torch.kron(colors, patterns).view(4 * channels, channels, 2, 2)
         self.register_buffer("filters", filters)
-        self.norm = nn.BatchNorm2d(4 * channels, affine=False)
+        self.norm = nn.BatchNorm2d(4 * channels, eps, affine=False)
+        self.bias = nn.Parameter(torch.zeros(8 * channels)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         white = self.norm(F.conv2d(x, self.filters))
-        return torch.cat((white, -white), 1)
+        white = torch.cat((white, -white), 1)
+        if self.bias is None:
+            return white
+        # Without this conversion, autocast would compute the following layers in fp32.
+        return white + self.bias.to(white.dtype)[:, None, None]
+
+
+class BiasedNorm(nn.Module):
+    """BatchNorm with a trained bias and no trained scale. (N, C, H, W) -> the same shape."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels, affine=False, momentum=0.4)
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x)
+        return out + self.bias.to(out.dtype)[:, None, None]
+
+
+class Scale(nn.Module):
+    """Multiplication by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Mirrored(nn.Sequential):
@@ -198,18 +228,32 @@ class MultiCrop(Mirrored):
 
 def _build_fast_cnn(
     widths: Sequence[int],
+    kind: type[nn.Sequential],
+    as_published: bool,
     num_classes: int,
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
     """Build the network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3.
 
-    `widths` are the channels of the three blocks. The network has GELU and no residuals. For images
-    below 16 pixels, the last block is left out.
+    The network has GELU and no residuals. For images below 16 pixels, the last block is left out.
+
+    Args:
+        widths: channels of the three blocks.
+        kind: class of the network, which may average over several views of an image in evaluation.
+        as_published: whether whitening damps small variances and has a bias, BatchNorm has no
+            scale, and outputs are scaled down and have no bias, as published.
+        num_classes: number of outputs.
+        channels: number of channels of an image.
+        image_size: size of an image in pixels.
     """
     if min(sides(image_size)) < 16:
         widths = widths[:-1]
-    layers = [Whitening(channels), nn.GELU()]
+    build_norm = BiasedNorm if as_published else nn.BatchNorm2d
+    whitening = Whitening(channels)
+    if as_published:
+        whitening = Whitening(channels, 5e-4, has_bias=True)
+    layers = [whitening, nn.GELU()]
     inputs = 8 * channels
     for width in widths:
         first = nn.Conv2d(inputs, width, 3, padding=1, bias=False)
@@ -218,28 +262,21 @@ def _build_fast_cnn(
         # the first step on.
         for convolution in (first, second):
             nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
-        layers += [first, nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.GELU()]
-        layers += [second, nn.BatchNorm2d(width), nn.GELU()]
+        layers += [first, nn.MaxPool2d(2), build_norm(width), nn.GELU()]
+        layers += [second, build_norm(width), nn.GELU()]
         inputs = width
-    layers += [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)]
-    return nn.Sequential(*layers)
+    layers += [nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+    if as_published:
+        layers.append(Scale(1 / 9))
+    layers.append(nn.Linear(inputs, num_classes, bias=not as_published))
+    return kind(*layers)
 
 
 # These are the published widths, which are meant for a GPU. The model has 1.97 million weights.
-fast_cnn = partial(_build_fast_cnn, (64, 256, 256))
-
-
-def _build_with_views(
-    kind: type[Mirrored],
-    num_classes: int,
-    channels: int,
-    image_size: ImageSize,
-) -> nn.Module:
-    """Build a `fast_cnn` that averages over several views of an image in evaluation.
-
-    Its parameters have the same names as those of `fast_cnn`.
-    """
-    return kind(*fast_cnn(num_classes, channels, image_size).children())
+WIDTHS = (64, 256, 256)
+# A model of these widths needs three eighths of the arithmetic, so that a CPU can train it.
+SMALL_WIDTHS = (32, 128, 256)
+fast_cnn = partial(_build_fast_cnn, WIDTHS, nn.Sequential, False)
 
 
 SMALL: dict[str, Builder] = {
@@ -250,8 +287,8 @@ SMALL: dict[str, Builder] = {
     "resnet8": partial(SmallResNet, 1),
     "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
-    "fast_cnn_mirrored": partial(_build_with_views, Mirrored),
-    "fast_cnn_multicrop": partial(_build_with_views, MultiCrop),
-    # This model needs three eighths of the arithmetic of fast_cnn, so that a CPU can train it.
-    "fast_cnn_small": partial(_build_fast_cnn, (32, 128, 256)),
+    "fast_cnn_mirrored": partial(_build_fast_cnn, WIDTHS, Mirrored, False),
+    "fast_cnn_small": partial(_build_fast_cnn, SMALL_WIDTHS, nn.Sequential, False),
+    "airbench": partial(_build_fast_cnn, WIDTHS, MultiCrop, True),
+    "airbench_small": partial(_build_fast_cnn, SMALL_WIDTHS, MultiCrop, True),
 }

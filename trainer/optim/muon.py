@@ -245,8 +245,8 @@ class _StepRates:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each matrix, in bf16 like torch's Muon.
 
-    The singular values of the result are only roughly 1. A device that emulates bf16 computes in
-    fp32, several times as fast, and only the result is rounded to bf16.
+    The singular values of the result are only roughly 1. A CPU that emulates bf16 computes in fp32,
+    several times as fast, and only the result is rounded to bf16.
 
     Args:
         matrices: N matrices, (N, rows, columns).
@@ -255,7 +255,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         The approximations, of the same shape.
     """
     x = matrices.bfloat16()
-    if is_emulated("bf16", x.device):
+    if x.device.type == "cpu" and is_emulated("bf16", x.device):
         x = x.float()
     # Tall matrices are transposed, so that the iteration multiplies by the smaller Gram matrix.
     is_tall = x.shape[1] > x.shape[2]

@@ -27,8 +27,9 @@ SMALL_MODELS = (
     "resnet20",
     "fast_cnn",
     "fast_cnn_mirrored",
-    "fast_cnn_multicrop",
     "fast_cnn_small",
+    "airbench",
+    "airbench_small",
 )
 DATASETS = (
     "digits",

@@ -149,8 +149,8 @@ class ModelRecipe(_Section):
 
     name: str = key(
         "cnn",
-        "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn (_small, _multicrop), "
-        "torchvision, timm:NAME",
+        "mlp, cnn, cnn_gn, vit_tiny, resnet8, resnet20, fast_cnn, airbench (_small), torchvision, "
+        "timm:NAME",
         "mlp",
     )
     weights: str | None = key(

@@ -55,7 +55,7 @@ class ModelFacts:
         parameters: Number of parameters.
         batch_norm: Whether any BatchNorm layer uses batch statistics in training.
         notes: Banner lines by title, about start weights, frozen parameters, learning rates, and
-            GPUs that emulate bf16.
+            devices that emulate the precision.
         training_flops: FLOPs of training on one sample. 0 if they or `peak_flops` are unknown.
         peak_flops: Peak FLOP/s of all GPUs together. None on CPUs, or if the peak or
             `training_flops` is unknown.

@@ -341,10 +341,10 @@ def collect_model_facts(model: nn.Module, resolved: Resolved, data: Datasets) ->
     lines |= describe_training(model, recipe)
     emulating = [name for name, (_, emulates) in cards.items() if emulates]
     if emulating:
-        faster = "fp16 or fp32" if resolved.world.device.type == "cuda" else "fp32"
-        lines[recipe.precision] = (
-            f"emulated, slowly, by {list_some(emulating, 8)}: use precision={faster}"
-        )
+        line = "emulated, slowly, by CPUs without AVX-512: use precision=fp32"
+        if resolved.world.device.type == "cuda":
+            line = f"emulated, slowly, by {list_some(emulating, 8)}: use precision=fp16 or fp32"
+        lines[recipe.precision] = line
     peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(size, bool(list_training_norms(model)), lines, flops, peak)

@@ -511,11 +511,11 @@ def test_the_command_labels_folders(root, home):
 
 
 @pytest.fixture(scope="module")
-def mirrored(home: Path) -> tuple[Path, dict[str, Any]]:
+def averaged(home: Path) -> tuple[Path, dict[str, Any]]:
     """A run of the network that averages over six views of an image, and its result."""
     words = [word for word in WORDS if not word.startswith("model.name")]
-    words += ["model.name=airbench", f"data.image_size={CUT}", f"output={home}/mirrored"]
-    return home / "mirrored", trainer.train("digits", *words, *folders(home), "optimizer.lr=0.01")
+    words += ["model.name=airbench", f"data.image_size={CUT}", f"output={home}/averaged"]
+    return home / "averaged", trainer.train("digits", *words, *folders(home), "optimizer.lr=0.01")
 
 
 def from_six_views(run: Path, sides: int = 2) -> Any:
@@ -537,13 +537,13 @@ def from_six_views(run: Path, sides: int = 2) -> Any:
 
 
 @pytest.mark.slow
-def test_a_network_that_averages_over_views_does_so_at_every_entry_point(mirrored, home):
-    run, result = mirrored
+def test_a_network_that_averages_over_views_does_so_at_every_entry_point(averaged, home):
+    run, result = averaged
     message = by_python(trainer.load(run), home, str)
     check(by_prepare(from_six_views(run), run, home), message, LOSSLESS)
     check_loss(result["val_loss"], message, [*KINDS])
     assert trainer.evaluate(run)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
-    check_rows(by_command(home / "told" / "mirrored", run, "devices=[cpu]"), message)
+    check_rows(by_command(home / "told" / "averaged", run, "devices=[cpu]"), message)
     with pytest.raises(AssertionError):
         check(
             by_prepare(from_six_views(run, sides=1), run, home),
@@ -554,21 +554,21 @@ def test_a_network_that_averages_over_views_does_so_at_every_entry_point(mirrore
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "exported_program"])
-def test_an_exported_network_with_a_program_of_its_own(kind, mirrored, home):
+def test_an_exported_network_with_a_program_of_its_own(kind, averaged, home):
     if kind == "onnx" and not all(map(find_spec, export.ONNX)):
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
-    sides = from_six_views(mirrored[0])
+    views = from_six_views(averaged[0])
     for name, most in {
         f"base-{CUT}": LOSSLESS,
         f"base-{RESIZED}": ROUNDED,
-        "mirrored": LOSSLESS,
+        "averaged": LOSSLESS,
     }.items():
         run = trainer.load(home / name)
         network = exported(
             run.export(kind, home / f"{name}{export.SUFFIXES[kind]}", preprocess=False)
         )
         expected = (
-            by_prepare(sides, run.path, home) if name == "mirrored" else by_python(run, home, str)
+            by_prepare(views, run.path, home) if name == "averaged" else by_python(run, home, str)
         )
         check(by_prepare(network, run.path, home), expected, most)
 

@@ -46,7 +46,7 @@ def test_the_peak_is_that_of_every_card_together(mixed):
         return setup.compute_utilisation_base(
             model,
             data,
-            setup.describe_cards(mixed(*indices), precision),
+            setup.describe_devices(mixed(*indices), precision),
         )[0]
 
     assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12)
@@ -55,13 +55,13 @@ def test_the_peak_is_that_of_every_card_together(mixed):
     assert peak("bf16", 0, 1) is None
     facts = SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9)
     assert reporting._compute_mfu(facts, 1000.0) == pytest.approx(3e12 / 377e12)
-    base = setup.compute_utilisation_base(model, data, setup.describe_cards(mixed(0), "fp16"))
+    base = setup.compute_utilisation_base(model, data, setup.describe_devices(mixed(0), "fp16"))
     # Forward and the weight's gradient are left, of inputs that need none.
     model.bias.requires_grad_(False)
-    frozen = setup.compute_utilisation_base(model, data, setup.describe_cards(mixed(0), "fp16"))
+    frozen = setup.compute_utilisation_base(model, data, setup.describe_devices(mixed(0), "fp16"))
     assert (base[1], frozen[1]) == (3 * 2 * 4 * 2, 2 * 2 * 4 * 2)
     cpu = World(Place(), torch.device("cpu"), 1, ("cpu:0",))
-    assert setup.compute_utilisation_base(model, data, setup.describe_cards(cpu, "bf16")) == (
+    assert setup.compute_utilisation_base(model, data, setup.describe_devices(cpu, "bf16")) == (
         None,
         0,
     )
@@ -82,8 +82,8 @@ def test_a_cpu_without_instructions_for_a_precision_is_named(
 
 
 def test_whether_a_card_emulates_bf16_is_known(mixed):
-    assert not any(emulates for _, emulates in setup.describe_cards(mixed(0, 1), "fp16").values())
-    assert [emulates for _, emulates in setup.describe_cards(mixed(0, 1), "bf16").values()] == [
+    assert not any(emulates for _, emulates in setup.describe_devices(mixed(0, 1), "fp16").values())
+    assert [emulates for _, emulates in setup.describe_devices(mixed(0, 1), "bf16").values()] == [
         False,
         True,
     ]

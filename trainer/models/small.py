@@ -229,10 +229,10 @@ class MultiCrop(Mirrored):
 def _build_fast_cnn(
     widths: Sequence[int],
     kind: type[nn.Sequential],
-    as_published: bool,
     num_classes: int,
     channels: int,
     image_size: ImageSize,
+    as_published: bool = False,
 ) -> nn.Module:
     """Build the network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3.
 
@@ -241,11 +241,11 @@ def _build_fast_cnn(
     Args:
         widths: channels of the three blocks.
         kind: class of the network, which may average over several views of an image in evaluation.
-        as_published: whether whitening damps small variances and has a bias, BatchNorm has no
-            scale, and outputs are scaled down and have no bias, as published.
         num_classes: number of outputs.
         channels: number of channels of an image.
         image_size: size of an image in pixels.
+        as_published: whether whitening damps small variances and has a bias, BatchNorm has no
+            scale, and outputs are scaled down and have no bias, as published.
     """
     if min(sides(image_size)) < 16:
         widths = widths[:-1]
@@ -276,7 +276,7 @@ def _build_fast_cnn(
 WIDTHS = (64, 256, 256)
 # A model of these widths needs three eighths of the arithmetic, so that a CPU can train it.
 SMALL_WIDTHS = (32, 128, 256)
-fast_cnn = partial(_build_fast_cnn, WIDTHS, nn.Sequential, False)
+fast_cnn = partial(_build_fast_cnn, WIDTHS, nn.Sequential)
 
 
 SMALL: dict[str, Builder] = {
@@ -287,8 +287,8 @@ SMALL: dict[str, Builder] = {
     "resnet8": partial(SmallResNet, 1),
     "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
-    "fast_cnn_mirrored": partial(_build_fast_cnn, WIDTHS, Mirrored, False),
-    "fast_cnn_small": partial(_build_fast_cnn, SMALL_WIDTHS, nn.Sequential, False),
-    "airbench": partial(_build_fast_cnn, WIDTHS, MultiCrop, True),
-    "airbench_small": partial(_build_fast_cnn, SMALL_WIDTHS, MultiCrop, True),
+    "fast_cnn_mirrored": partial(_build_fast_cnn, WIDTHS, Mirrored),
+    "fast_cnn_small": partial(_build_fast_cnn, SMALL_WIDTHS, nn.Sequential),
+    "airbench": partial(_build_fast_cnn, WIDTHS, MultiCrop, as_published=True),
+    "airbench_small": partial(_build_fast_cnn, SMALL_WIDTHS, MultiCrop, as_published=True),
 }

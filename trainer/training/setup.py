@@ -334,7 +334,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
 def collect_model_facts(model: nn.Module, resolved: Resolved, data: Datasets) -> ModelFacts:
     """Return the properties of the whole model for the banner and speed reports. Collective."""
     recipe = resolved.recipe
-    cards = describe_cards(resolved.world, recipe.precision)
+    cards = describe_devices(resolved.world, recipe.precision)
     lines = {}
     if resolved.checkpoint is None:
         lines = describe_start(recipe, data, model)
@@ -434,7 +434,7 @@ def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
     return strategy, updater
 
 
-def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
+def describe_devices(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
     """Describe the devices of all ranks. Collective.
 
     Returns:

@@ -169,10 +169,9 @@ def pairs_job(option, column, folder):
 
 
 def refusals(column):
-    """Return the options that a mode does not support in `count` processes, with the reasons."""
-    count, (mode, *_) = COLUMNS[column]
-    traits = TRAITS[mode.removeprefix("mode=")]
-    return traits.refuses | (traits.refuses_processes if count > 1 else {})
+    """Return the options that a mode does not support, with the reasons."""
+    _, (mode, *_) = COLUMNS[column]
+    return TRAITS[mode.removeprefix("mode=")].refuses
 
 
 def sampled(option, column):

@@ -81,7 +81,7 @@ class Strategy(ModelState, Measures):
         self.captures_exchange = (
             self.recipe.graphs is True
             and self.world.size > 1
-            and self.recipe.traits.exchanges == "gradients"
+            and self.recipe.traits.exchanges_in_passes
             and cuda_graphs.has_cuda_graphs(self.device)
         )
         # True if a pass with sync=False contains no collective.

@@ -145,8 +145,6 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
     """
     traits = recipe.traits
     check_options(recipe)
-    if processes > 1:
-        _refuse(recipe, traits.refuses_processes)
     if traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
@@ -272,14 +270,12 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
     if recipe.graphs is False:
         return "graphs=false says so"
     refuses = recipe.traits.refuses
-    if processes > 1:
-        refuses = refuses | recipe.traits.refuses_processes
     if "graphs" in refuses:
         return refuses["graphs"]
-    if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":
+    if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges_in_passes:
         return (
-            "graphs were not measured on several GPUs; graphs=true captures passes with their "
-            "exchange of gradients"
+            "graphs were not measured on several GPUs; graphs=true captures passes in which ranks "
+            "exchange messages"
         )
     return None
 

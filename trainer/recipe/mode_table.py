@@ -41,8 +41,6 @@ class Traits:
             its own: "model", "optimizer", "ema", "scaler".
         refuses: why the mode does not support an option, by the option's name in `checks.OPTIONS`.
             All other options work; a test tries every pair of mode and option.
-        refuses_processes: like `refuses`, for options that the mode supports in a single process
-            only.
     """
 
     when: tuple[str, ...]
@@ -59,7 +57,6 @@ class Traits:
     every_sample: bool = False
     per_rank_state: tuple[str, ...] = ()
     refuses: dict[str, str] = field(default_factory=dict)
-    refuses_processes: dict[str, str] = field(default_factory=dict)
 
     @property
     def single_device(self) -> bool:
@@ -75,6 +72,11 @@ class Traits:
     def alike(self) -> bool:
         """Return whether all processes do the same work, so that a slow process delays all."""
         return self.exchanges in ("gradients", "shards", "weights")
+
+    @property
+    def exchanges_in_passes(self) -> bool:
+        """Return whether several processes exchange messages in forward and backward passes."""
+        return self.exchanges in ("gradients", "shards", "activations")
 
     @property
     def one_stage_at_a_time(self) -> bool:
@@ -153,10 +155,6 @@ TRAITS = {
             "pipeline.microbatches=auto",
             "shares": WHOLE_BATCH,
             "probe": ONE_LAYER,
-        },
-        refuses_processes={
-            "graphs": "its stages wait for messages of each other within a step; type python -m "
-            "trainer ... without torchrun and nproc=, or graphs=auto"
         },
     ),
     "fsdp": Traits(

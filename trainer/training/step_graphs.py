@@ -342,7 +342,6 @@ class GraphSteps(EagerSteps):
         evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
         if sync:
             evidence.usual = self._shapes == self._shapes_before
-            evidence.gradients = copy_list([p.grad for p in self.updater.parameters])
         changed = find_change(before, self._host_state())
         if waits:
             self._give_up(f"the model waits for the device, in {waits[0]}")
@@ -361,6 +360,7 @@ class GraphSteps(EagerSteps):
         if evidence is None:
             with recorder.use_side_stream():
                 return self.updater.step(loss, self.strategy, want_norm)
+        evidence.gradients = copy_list([p.grad for p in self.updater.parameters])
         with recorder.use_side_stream(), recorder.collect_waits() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
@@ -484,6 +484,7 @@ class GraphSteps(EagerSteps):
         # Raise this after all passes, in which other ranks may wait for messages.
         if self._ranks.is_any(not has_same_draws):
             raise NotCapturable("a replay draws more or fewer random numbers")
+        self.strategy.reduce_gradients()
         gradients = self._ranks.do(lambda: copy_list(captured.gradients))
         total = torch.stack(losses).sum()
         if captured.update:

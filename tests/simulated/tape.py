@@ -6,7 +6,7 @@ It is replayed on that very memory, without the Python that made it.
 As with real graphs:
 
 - Recording computes nothing: weights, buffers and random states are put back, and what was made is
-  rubbish.
+  rubbish. It sends nothing to other ranks.
 - Python's numbers are constants, and so is a tensor that the host makes meanwhile.
 - An address is one, whatever becomes of the tensor that had it.
 - All recordings of a recorder share one pool: memory that nobody held when its recording ended, or
@@ -81,6 +81,14 @@ def key_of(tensor: Tensor) -> int:
 def whole(tensor: Tensor) -> Tensor:
     """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def _unsent(func: Any, args: Any) -> Any:
+    """Return the result of a collective without its messages, which a capture does not send."""
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    work = torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
 def waits(func: Any) -> bool:
@@ -204,7 +212,7 @@ class Recording(Watch):
                 if key_of(tensor) not in self.made and key_of(tensor) not in self._before:
                     self._before[key_of(tensor)] = whole(tensor), whole(tensor).clone()
                     self.outside.add(key_of(tensor))
-        out = super().done(func, args, kwargs)
+        out = _unsent(func, args) if func.namespace == "c10d" else super().done(func, args, kwargs)
         with without_modes():
             self._keep(func, args, kwargs, known_names, out)
         return out

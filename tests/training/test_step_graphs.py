@@ -462,6 +462,7 @@ def test_a_mutant(name, proven):
 
 # Ranks.
 
+CUT = "model.name=cnn pipeline.cuts=['7']"
 # Columns: arguments, and the number of steps before one is captured; a save or an averaging follows
 # the last of them
 RANKS = {
@@ -470,7 +471,13 @@ RANKS = {
         f"mode=local_sgd local_sgd.every=3 data.samples=97 batch_size=20 ema=0.9 {SGD}",
         3,
     ),
+    "pipeline": (
+        f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=2 accumulate=2 ema=0.9 "
+        f"clip_grad_norm=0.5 {ADAMW}",
+        4,
+    ),
 }
+FOUR_STAGES = "mode=pipeline model.name=cnn pipeline.cuts=['1','4','7'] pipeline.microbatches=4"
 MORE_RANKS = {
     "ddp, label smoothing": (f"mode=ddp loss.label_smoothing=0.1 augment.mixup=0.2 {SGD}", 2),
     "ddp, bf16, compressed": (f"mode=ddp precision=bf16 ddp.compress=bf16 {ADAMW}", 2),
@@ -481,6 +488,29 @@ MORE_RANKS = {
     "ddp, shares": ("mode=ddp shares=[3,1] accumulate=2 model.name=mlp precision=bf16", 2),
     "ddp, frozen blocks": (f"mode=ddp model.name=cnn model.freeze=1 {SGD}", 2),
     "ddp, fp16, unequal": ("mode=ddp model.name=mlp precision=fp16 batch_size=9", 2),
+    "pipeline, one micro-batch": (
+        f"mode=pipeline pipeline.schedule=gpipe {CUT} pipeline.microbatches=1 precision=fp16",
+        2,
+    ),
+    "pipeline, recompute": (
+        f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=4 recompute=true "
+        "pipeline.deferred_batch_norm=false model.freeze=1",
+        2,
+    ),
+    "pipeline, replicas": (
+        f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=2 pipeline.stages=2 "
+        f"nproc=4 precision=bf16 {SGD}",
+        2,
+    ),
+    "pipeline, four ranks": (
+        f"{FOUR_STAGES} pipeline.schedule=1f1b nproc=4 ema=0.9 clip_grad_norm=0.5 {ADAMW}",
+        2,
+    ),
+    "pipeline, interleaved": (f"{FOUR_STAGES} pipeline.schedule=interleaved1f1b {SGD}", 2),
+    "pipeline, zero bubble": (f"{FOUR_STAGES} pipeline.schedule=interleavedzerobubble {SGD}", 2),
+    "pipeline, V": (f"{FOUR_STAGES} pipeline.schedule=zbv {SGD}", 2),
+    "pipeline, dualpipev": (f"{FOUR_STAGES} pipeline.schedule=dualpipev optimizer.name=muon", 2),
+    "pipeline, measured": (f"{FOUR_STAGES} pipeline.schedule=measured {SGD}", 2),
     "local_sgd, fp16": ("mode=local_sgd model.name=mlp precision=fp16 batch_size=16", 2),
 }
 
@@ -520,7 +550,7 @@ def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     eager, none = commanded(words, "false", 0, tmp_path)
     played, replays = commanded(words, "true", warm, tmp_path)
     assert differences(eager, played) == [] and none == []
-    assert len(replays) == 2 and min(replays) > 5
+    assert len(replays) == (4 if "nproc=4" in words else 2) and min(replays) > 5
 
 
 @pytest.mark.slow
@@ -558,8 +588,13 @@ INTERRUPTIONS = 20
 
 
 @pytest.mark.full("a run that is killed twenty times")
-def test_ranks_that_are_killed_again_and_again_replay_what_they_launch(tmp_path):
-    words = "mode=ddp accumulate=2 ema=0.9 data.samples=280 save.every_steps=3 save.keep=2"
+@pytest.mark.parametrize(
+    "mode",
+    ["mode=ddp", f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=2"],
+    ids=["ddp", "pipeline"],
+)
+def test_ranks_that_are_killed_again_and_again_replay_what_they_launch(mode, tmp_path):
+    words = f"{mode} accumulate=2 ema=0.9 data.samples=280 save.every_steps=3 save.keep=2"
     words += f" clip_grad_norm=0.5 {ADAMW}"
     eager, _ = commanded(words, "false", 0, tmp_path)
     base = [word for word in BASE.split() if not word.startswith("devices=")]
@@ -624,3 +659,47 @@ def test_ranks_launch_if_a_replay_sums_something_else(name, tmp_path):
     played, _ = commanded(words, "true", 2, tmp_path, plugin="mutant")
     assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
     assert ("memory" if "memory" in name else "another step") in played.output
+
+
+CALLS = "from trainer.devices.cuda_graphs import NotCapturable\n"
+CALLS += "from trainer.modes.pipeline.stage_calls import StageCalls\nimport os\n"
+CALLS += "plain, count = StageCalls.run, 0\n"
+CALL_MUTANTS = {
+    "the fifth call cannot be captured": (
+        "def run(calls, work, *given):\n"
+        "    global count\n"
+        "    count += calls.recorder is not None\n"
+        "    if calls.recorder and count == 5 and os.environ['RANK'] == '1':\n"
+        "        raise NotCapturable('something')\n"
+        "    return plain(calls, work, *given)\n",
+        "something (rank 1)",
+    ),
+    "the fifth replay computes nothing": (
+        "def run(calls, work, *given):\n"
+        "    global count\n"
+        "    count += calls._replayed is not None\n"
+        "    if calls._replayed and count == 5 and os.environ['RANK'] == '1':\n"
+        "        calls._replayed = map(leave_out, calls._replayed)\n"
+        "    return plain(calls, work, *given)\n"
+        "def leave_out(call, left_out=[]):\n"
+        "    if left_out:\n"
+        "        return call\n"
+        "    left_out.append(call)\n"
+        "    return type(call)(lambda: None, call.result, call.sent)\n",
+        "another step",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALL_MUTANTS)
+def test_stages_launch_if_a_call_is_not_captured_or_not_replayed(name, tmp_path):
+    code, reason = CALL_MUTANTS[name]
+    (tmp_path / "mutant.py").write_text(
+        f"import tests.simulated.tape_plugin\n{CALLS}{code}StageCalls.run = run\n"
+    )
+    words = f"{FOUR_STAGES} pipeline.schedule=interleaved1f1b {SGD}"
+    eager, _ = commanded(words, "false", 0, tmp_path)
+    played, _ = commanded(words, "true", 2, tmp_path, plugin="mutant")
+    assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
+    assert reason in played.output

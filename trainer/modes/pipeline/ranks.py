@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch, DataShare
+from trainer.devices.cuda_graphs import StepRecorder
 from trainer.distributed.peers import translate_peer_errors
 from trainer.distributed.world import World
 from trainer.errors import RecipeError
@@ -31,6 +32,7 @@ from trainer.modes.context import Context
 from trainer.modes.ddp import read_in_training
 from trainer.modes.flattening import apply_collective
 from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.stage_calls import StageCalls
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.torch_schedules import (
     SCHEDULES,
@@ -109,6 +111,7 @@ class ProcessPipeline(Staged):
         super().__init__(context)
         self.ranks = ranks_per_pipeline(self.recipe, self.world.size)
         self.pipe_rank = self.world.rank % self.ranks
+        self.calls = StageCalls()
         self._weight = 1.0
         self._losses: list[Tensor] = []
 
@@ -231,7 +234,8 @@ class ProcessPipeline(Staged):
                 # pass, which does nothing here.
                 stage.dw_builder = lambda: lambda: None
                 unsplit.append(index)
-            self._record_times(stage, index)
+            self.calls.watch_messages(stage)
+            self._watch_calls(stage, index)
             pipeline_stages.append(stage)
         if any(self.world.gather(unsplit)):
             self.context.say(
@@ -377,19 +381,23 @@ class ProcessPipeline(Staged):
                 stage.to("cpu")
         return samples
 
-    def _record_times(
+    def _watch_calls(
         self,
         stage: PipelineStage,
         index: int,
     ) -> None:
-        """Wrap the methods that schedules call, so that `recorder` times the stage's work."""
+        """Wrap the methods that schedules call: `calls` runs them, and `recorder` times them."""
 
         def wrap(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
                 letter = kind if kwargs.get("full_backward", True) else "I"
+                # If a backward pass is split, the first stage has no gradient of its input, and a
+                # stage with `dw_builder` has computed all gradients already.
+                is_empty = (letter, index) == ("I", 0) or (letter == "W" and bool(stage.dw_builder))
+                work = partial(method, chunk, *args, **kwargs)
                 action = Action(letter, index, chunk)
                 with self.recorder.action(self.pipe_rank, action), unwrap_stage_errors():
-                    return method(chunk, *args, **kwargs)
+                    return self.calls.run(work, stage, chunk, is_empty)
 
             return run
 
@@ -403,9 +411,14 @@ class ProcessPipeline(Staged):
         outputs: Tensor,
         targets: Tensor,
     ) -> Tensor:
-        loss = self.weighted_loss(outputs, targets, self._weight)
+        def compute_losses() -> tuple[Tensor, Tensor]:
+            loss = self.weighted_loss(outputs, targets, self._weight)
+            return loss, self.context.scale(loss)
+
+        losses: tuple[Tensor, Tensor] = self.calls.run(compute_losses)
+        loss, scaled = losses
         self._losses.append(loss.detach())
-        return self.context.scale(loss)
+        return scaled
 
     def forward_backward(
         self,
@@ -418,16 +431,44 @@ class ProcessPipeline(Staged):
         # Copy the buffers that a pass may read from the first replica to the others. With several
         # micro-batches no copy is needed: `check_stages` has refused models whose passes change
         # such buffers.
-        if self._broadcasts and self.plan.microbatches == 1:
+        if self._broadcasts and self.plan.microbatches == 1 and self.calls.recorder is None:
             self.sync_weights({})
         arguments = (batch.inputs,) if 0 in self.local_stages else ()
         target = batch.targets if self.last in self.local_stages else None
         with translate_peer_errors(), self.recorder.step():
             self.schedule.step(*arguments, target=target, return_outputs=False)
-        self.commit_statistics()
+            if any(deferred.layers for deferred in self.deferred.values()):
+                self.calls.run(self.commit_statistics)
         if self._losses:
             return torch.stack(self._losses).sum()
         return torch.zeros((), device=self.device)
+
+    def record_pass(
+        self,
+        recorder: StepRecorder,
+        batch: Batch,
+        weight: float,
+        sync: bool,
+    ) -> tuple[Callable[[], None], Tensor]:
+        """Capture the calls of a pass, whose replay exchanges messages as an eager pass does."""
+        run = partial(self.forward_backward, batch, weight, sync)
+        try:
+            with self.calls.recording(recorder) as recorded, self.recorder.off():
+                loss = run()
+        except BaseException:
+            for deferred in self.deferred.values():
+                deferred.abandon()
+            # Otherwise the next step would find what this one has left behind.
+            for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
+                getattr(self.schedule, name, []).clear()
+            raise
+        self.forget_figures()
+
+        def replay() -> None:
+            with self.calls.replaying(recorded):
+                loss.copy_(run())
+
+        return replay, loss
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, with one all-reduce per data type.

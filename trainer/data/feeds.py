@@ -9,6 +9,8 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
+from trainer.data.photos.decoding import describe_failure
+from trainer.data.photos.gpu_decoding import EncodedPhoto, PhotoDecoder, UnreadablePhoto
 from trainer.data.photos.photo_reader import (
     BILINEAR,
     Key,
@@ -177,10 +179,12 @@ def build_readers(
     rows: int,
     recipe: Recipe,
     workers: int,
+    keep_jpegs: bool = False,
 ) -> Workers | InProcess:
     """Create the readers of `sources`, which read batches of `rows` samples.
 
-    The readers run in `workers` processes, or in this process if `workers` is 0.
+    The readers run in `workers` processes, or in this process if `workers` is 0. If `keep_jpegs` is
+    True, they deliver JPEGs that a `PhotoDecoder` decodes.
     """
 
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
@@ -188,7 +192,7 @@ def build_readers(
         plain = datasets.plain is not None
         readers = []
         for source, inputs in zip(sources, buffers.inputs, strict=True):
-            readers.append(Reader(source, inputs, buffers.labels, recipe, plain))
+            readers.append(Reader(source, inputs, buffers.labels, recipe, plain, keep_jpegs))
         return buffers, readers
 
     if workers:
@@ -209,12 +213,14 @@ class PhotoFeed:
         readers: Workers | InProcess,
         part: int,
         device: torch.device,
+        decoder: PhotoDecoder | None = None,
     ) -> None:
-        """Read source number `part` of `readers`."""
+        """Read source number `part` of `readers`, and decode the JPEGs that it delivers."""
         self.failures: list[Unreadable] = []
         self.uncached = 0
         self._readers = readers
         self._part = part
+        self._decoder = decoder
         self._copies = Copies(device) if device.type == "cuda" else None
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Batches:
@@ -247,6 +253,7 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled]) -> PaddedBatches:
         for inputs, labels, report in filled:
             self._add_report(report)
+            self._decode(inputs, inputs, report)
             # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs, labels.clone(), report.rows
 
@@ -265,7 +272,10 @@ class PhotoFeed:
             batch = next(filled, None)
             if batch is None:
                 return None
-            return copies.begin(batch.inputs), copies.begin(batch.labels), batch.report
+            inputs = copies.begin(
+                batch.inputs, lambda copied: self._decode(copied, batch.inputs, batch.report)
+            )
+            return inputs, copies.begin(batch.labels), batch.report
 
         following: Copying | None = None
         for number in range(1, count + 1):
@@ -281,6 +291,33 @@ class PhotoFeed:
             del current, inputs, labels
             yield batch
             del batch
+
+    def _decode(self, images: Tensor, slot: Tensor, report: Report) -> None:
+        """Replace encoded rows of a batch by their pixels.
+
+        Args:
+            images: the batch, (rows, H, W, C) uint8 on the device.
+            slot: the batch on the CPU.
+            report: the report about the batch.
+
+        Raises:
+            SetupError: no decoder can read a photo.
+        """
+        if self._decoder is None or not report.encoded:
+            return
+        memory = slot.flatten(1)
+        photos = []
+        for row, length, crop, name in report.encoded:
+            # A copy, because the batch may be on the CPU.
+            photos.append((row, EncodedPhoto(memory[row, :length].clone(), crop, name)))
+        try:
+            self._decoder.fill(images, photos)
+        except UnreadablePhoto as photo:
+            name, error = photo.args
+            self.close()
+            raise unreadable([(name, describe_failure(error))], 1) from error
+        # Padding repeats the last sample.
+        images[report.rows :] = images[report.rows - 1]
 
     def _add_report(self, report: Report) -> None:
         """Add the failures of a batch.

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
+from trainer.data.photos.gpu_decoding import PhotoDecoder
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, TensorSet
 from trainer.data.workers.worker_counts import allowed, slots
@@ -230,7 +231,10 @@ class Loader:
         self._slot_bytes = 0
         self._workers = 0
         pool = None
+        decoder = None
         if sources:
+            if recipe.data.decode == "gpu":
+                decoder = PhotoDecoder(device, datasets.channels)
             input_bytes = max(buffered(datasets, training).bytes for training in (True, False))
             row_bytes = input_bytes + datasets.targets.bytes + 8
             self._slot_bytes = self._rows * row_bytes
@@ -241,12 +245,13 @@ class Loader:
                 self._rows,
                 recipe,
                 self._workers,
+                decoder is not None,
             )
         for part, labels, augment, needed in splits:
             feed: MemoryFeed | PhotoFeed
             places = [place for place, source in enumerate(sources) if source is part]
             if pool is not None and places:
-                feed = PhotoFeed(pool, places[0], device)
+                feed = PhotoFeed(pool, places[0], device, decoder)
             elif needed and isinstance(part, ImageSet):
                 feed = ImageFeed(
                     part,

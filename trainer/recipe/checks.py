@@ -63,6 +63,16 @@ NOT_PROBED = {
     "sync_bn",
 }
 
+# Values that data.decode=gpu allows, by key.
+GPU_DECODING: dict[str, list[object]] = {
+    "augment.crop": ["resized", "none"],
+    "augment.auto": ["none"],
+    "augment.transforms": [[]],
+    "data.cache": ["off"],
+    "data.interpolation": ["bilinear"],
+    "data.on_error": ["stop"],
+}
+
 
 def resolve_schedule(recipe: Recipe, processes: int) -> str:
     """Return the schedule of the stages.
@@ -206,6 +216,8 @@ def check_options(recipe: Recipe) -> None:
                 f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind"
             )
     _refuse(recipe, traits.refuses)
+    if recipe.data.decode == "gpu":
+        _check_decoding(recipe)
     if recipe.model.probe:
         _check_probe(recipe)
     if traits.staged and recipe.recompute == "auto":
@@ -295,6 +307,17 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
         if is_on or (option == "verify" and values[key] is not None):
             raise RecipeError(
                 f"{format_argument(key, values[key])} is not for mode={recipe.mode}: {reason}"
+            )
+
+
+def _check_decoding(recipe: Recipe) -> None:
+    """Raise RecipeError if a key needs the pixels of photos in a loader worker."""
+    values = flatten(recipe.to_dict())
+    for key, allowed in GPU_DECODING.items():
+        if values[key] not in allowed:
+            raise RecipeError(
+                f"{format_argument(key, values[key])} does not work with data.decode=gpu: type "
+                f"{format_argument(key, allowed[0])}, or data.decode=cpu"
             )
 
 

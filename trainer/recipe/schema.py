@@ -258,6 +258,10 @@ class DataRecipe(_Section):
     workers: int | None = key(
         None, "processes per rank that read photos; null: one per core", 4, ge=0, le=256
     )
+    decode: Literal["cpu", "gpu"] = key(
+        "cpu",
+        "where JPEG photos are decoded; gpu: by the training GPU, for workers that are too slow",
+    )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key(
         "error", "synthetic: use made-up images if data.root is not set"

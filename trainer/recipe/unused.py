@@ -38,7 +38,7 @@ IDLE = [
     ("data.samples data.val_samples data.missing", f"data.root:{SET} data.name:{PHOTOS}"),
     (
         "data.val_fraction data.missing data.on_error data.check data.workers data.pixel_range "
-        "data.cache",
+        "data.cache data.decode",
         f"data.name:{IN_MEMORY}|synthetic",
     ),
     ("data.interpolation data.fold data.fraction", "data.name:synthetic"),

@@ -209,7 +209,7 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
         normalizing = ("sync_bn", "pipeline.deferred_batch_norm")
         causes |= dict.fromkeys(normalizing, "a model that has no BatchNorm")
     if isinstance(data.train, ImageSet | TensorSet):
-        causes |= dict.fromkeys(("data.cache", "data.workers"), "images in memory")
+        causes |= dict.fromkeys(("data.cache", "data.workers", "data.decode"), "images in memory")
     if recipe.data.name in OWN_PHOTOS and data.holdout_table is None:
         causes["data.val_fraction"] = f"images that have a validation split: {data.holdout}"
     for key in LossRecipe.model_fields:

@@ -1,12 +1,18 @@
 """Batches copied to simulated GPUs: no race, no memory reused too early, and no wait."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers
-from trainer.data.photos.copies import Copies
+from trainer.data.photos import gpu_decoding
+from trainer.data.photos.copies import Copies, copy_to_device
+from trainer.data.photos.decoding import open_encoded
+from trainer.data.photos.gpu_decoding import PhotoDecoder
+from trainer.data.photos.jpeg import decode_jpeg, encode_jpeg
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_pool import InProcess
 from trainer.recipe import load
@@ -25,6 +31,18 @@ class Pictures:
         return torch.full((channels, 16, 16), index, dtype=torch.uint8), index
 
 
+class Jpegs(Pictures):
+    """The same pictures, as files that a simulated GPU decodes."""
+
+    def open(self, index, channels):
+        data = encode_jpeg(self.read(index, channels)[0], quality=95)
+        return open_encoded(data.numpy(), channels), index
+
+
+def decode_on_gpu(data, channels):
+    return [copy_to_device(decode_jpeg(one, channels), GPU) for one in data]
+
+
 def readers(source, recipe):
     """Return the reader of a training set in batches of four, in this process."""
     sets = Datasets(
@@ -39,7 +57,7 @@ def readers(source, recipe):
         False,
         "",
     )
-    return build_readers(sets, [sets.train], 4, recipe, 0)
+    return build_readers(sets, [sets.train], 4, recipe, 0, recipe.data.decode == "gpu")
 
 
 def feed(kind, *words):
@@ -50,6 +68,12 @@ def feed(kind, *words):
         return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         return PhotoFeed(readers(Pictures(), recipe), 0, GPU)
+    if kind == "jpegs":
+        with mock.patch.object(gpu_decoding, "load_decoder", lambda device: decode_on_gpu):
+            decoder = PhotoDecoder(GPU, 3)
+        return PhotoFeed(
+            readers(Jpegs(), load(None, "data.image_size=16", "data.decode=gpu")), 0, GPU, decoder
+        )
     return ImageFeed(
         ImageSet(pictures.expand(-1, 3, 16, 16), labels),
         4,
@@ -68,6 +92,7 @@ def feed(kind, *words):
         *[("memory", [f"augment.auto={policy}"]) for policy in ("trivial", "rand", "autoaugment")],
         ("labels", []),
         ("photos", []),
+        ("jpegs", []),
     ],
 )
 def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
@@ -91,6 +116,15 @@ def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
         torch.cuda.synchronize()
         assert machine.errors == []
         assert torch.cat(seen).tolist() == [*range(24), *range(4), *range(20, 24)]
+
+
+def test_jpegs_are_decoded_on_the_stream_of_the_copies():
+    with simulated(1) as machine:
+        batches = feed("jpegs").training(0, np.arange(24).reshape(6, 4))
+        for images, labels in batches:
+            # A step waits for the decoded images, without another copy.
+            assert (images.sum((1, 2, 3)) / 768 - labels).abs().max() <= 1
+        assert machine.errors == []
 
 
 def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():

@@ -23,13 +23,19 @@ class Copies:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, values: Tensor) -> Copy:
+    def begin(self, values: Tensor, change: Callable[[Tensor], None] | None = None) -> Copy:
         """Start to copy `values` to the GPU, and return a function that delivers the copy.
 
         The caller may change `values` as soon as this method returns.
+
+        Args:
+            values: a CPU tensor.
+            change: function that changes the copy in place, on the stream of the copies.
         """
         with torch.cuda.stream(self._stream):
             copied = copy_to_device(values, self._device)
+            if change:
+                change(copied)
         event = self._stream.record_event()
 
         def arrive() -> Tensor:

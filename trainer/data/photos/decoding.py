@@ -121,7 +121,8 @@ def open_encoded(
                 # it a second time. Change their type to one that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
-            return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
+            decode = partial(_decode_jpeg, data, channels, orientation)
+            return Picture(*size, decode, torch.from_numpy(data) if orientation == 1 else None)
     # Pillow reads only some kinds of TIFF files. `read_stack` tries all files that Pillow refuses.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:

@@ -36,11 +36,13 @@ class Picture:
             `FACTORS`, or 1. With factor 1, the result has the full size of the image, or the
             size in which a cache stores it. With another factor, the result may be smaller, but
             each side has at least about 1 / factor of its full length.
+        jpeg: the bytes of an upright JPEG, (n,) uint8; None for all other images.
     """
 
     height: int
     width: int
     decode: Callable[[int], Tensor]
+    jpeg: Tensor | None = None
 
     def pixels(self, box: Box, least: ImageSize) -> Tensor:
         """Decode a box of the image to (C, h, w) uint8, at a reduced size if possible.
@@ -66,11 +68,15 @@ class Picture:
         Raises:
             ValueError: one side is over `LONGEST` times as long as the other.
         """
+        self.check_proportions()
+        return self.pixels((0, 0, self.height, self.width), least)
+
+    def check_proportions(self) -> None:
+        """Raise ValueError if one side is over `LONGEST` times as long as the other."""
         if max(self.height, self.width) > LONGEST * min(self.height, self.width):
             raise ValueError(
                 f"{self.width} x {self.height} pixels are a stripe, not a photo: cut it into parts"
             )
-        return self.pixels((0, 0, self.height, self.width), least)
 
     @classmethod
     def of(cls, image: Tensor) -> Picture:

@@ -4,7 +4,7 @@
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from trainer.data import sampling
 from trainer.data.augment import Auto
 from trainer.data.generators import Generators
 from trainer.data.photos.decoding import describe_failure
+from trainer.data.photos.gpu_decoding import Crop, EncodedPhoto
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
@@ -61,12 +62,15 @@ class Report(NamedTuple):
         failures: samples that could not be read.
         end: whether the run must end because of the first failure.
         uncached: number of photos that the cache lacked.
+        encoded: rows that contain a JPEG instead of pixels; its length in bytes, its crop, and its
+            name.
     """
 
     rows: int
     failures: list[Unreadable]
     end: bool = False
     uncached: int = 0
+    encoded: Sequence[tuple[int, int, Crop, str]] = ()
 
 
 def prepare_for_evaluation(
@@ -88,6 +92,17 @@ def prepare_for_evaluation(
     """
     shorter = shorter or compute_shorter_side(size)
     return resize_and_center_crop(picture.whole(shorter), size, shorter, interpolation)
+
+
+def plan_center_crop(picture: Picture, size: ImageSize, shorter: ImageSize | None = None) -> Crop:
+    """Return the crop that `prepare_for_evaluation` makes."""
+    picture.check_proportions()
+    shorter = shorter or compute_shorter_side(size)
+    new_size = covering_size(picture.height, picture.width, shorter)
+    margins = zip(new_size, sides(size), strict=True)
+    # torchvision's center_crop rounds in this way.
+    top, left = (round((side - kept) / 2) for side, kept in margins)
+    return Crop((0, 0, picture.height, picture.width), new_size, (top, left))
 
 
 def resize_and_center_crop(
@@ -263,6 +278,19 @@ class PhotoDraws:
             image = image.flip(-2)
         return self.transforms(row, self.auto(row, image))
 
+    def plan(
+        self,
+        row: int,
+        picture: Picture,
+        size: ImageSize,
+    ) -> Crop:
+        """Return the crop that `apply` makes, with all augmentation that data.decode=gpu allows."""
+        if self.crop is not None:
+            crop = Crop(self.crop.box(row, picture.height, picture.width), sides(size))
+        else:
+            crop = plan_center_crop(picture, size, self.shorter)
+        return crop._replace(flips=(bool(self.vflip[row]), bool(self.flip[row])))
+
 
 class Reader:
     """Fills slots of batch buffers with samples, in a loader worker.
@@ -278,6 +306,7 @@ class Reader:
         labels: Tensor,
         recipe: Recipe,
         plain: bool,
+        keeps_jpegs: bool = False,
     ) -> None:
         """Read from `source` into two buffers.
 
@@ -288,11 +317,14 @@ class Reader:
             recipe: the recipe.
             plain: whether inputs are not images. If True, they are copied to the buffers as the
                 data set returns them.
+            keeps_jpegs: whether to copy a JPEG to the buffer as it is, if it needs no more memory
+                than its pixels there. See `Report.encoded`.
         """
         self.source = source
         self.images = images
         self.labels = labels
         self.plain = plain
+        self.keeps_jpegs = keeps_jpegs
         self.augment = recipe.augment
         self.interpolation = recipe.data.interpolation
         self.shorter = typed_size(recipe.data.resize)
@@ -322,30 +354,39 @@ class Reader:
         labels = self.labels[slot]
         before = self._uncached
         failures: list[Unreadable] = []
+        encoded: list[tuple[int, int, Crop, str]] = []
         attempts = 1
         row = 0
         with private_draws(), self._generators.restored():
             prepare: Callable[[int, Picture], Tensor]
+            plan: Callable[[int, Picture], Crop]
             if epoch is None:
                 prepare = self._prepare_for_evaluation
+                plan = self._plan_for_evaluation
             else:
                 draws = PhotoDraws(
                     self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
                 )
                 prepare = partial(draws.apply, size=self.size)
+                plan = partial(draws.plan, size=self.size)
                 if self.skip:
                     attempts = NEIGHBOURS
             for place in index.tolist():
                 for step in range(attempts):
                     image, label, failed = self._read(
-                        place + step, epoch or 0, partial(prepare, row)
+                        place + step, epoch or 0, partial(prepare, row), partial(plan, row)
                     )
                     if step == 0:
                         failures += failed
                     if image is not None:
                         break
                 if image is not None:
-                    images[row] = image
+                    if isinstance(image, EncodedPhoto):
+                        length = len(image.data)
+                        images[row].view(-1)[:length] = image.data
+                        encoded.append((row, length, image.crop, image.name))
+                    else:
+                        images[row] = image
                     labels[row] = label
                     row += 1
                 elif epoch is not None or not self.skip:
@@ -353,7 +394,7 @@ class Reader:
         # Padding repeats the last sample.
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
-        return Report(row, failures, uncached=self._uncached - before)
+        return Report(row, failures, uncached=self._uncached - before, encoded=encoded)
 
     @cached_property
     def _generators(self) -> Generators:
@@ -370,12 +411,16 @@ class Reader:
     def _prepare_for_evaluation(self, row: int, picture: Picture) -> Tensor:
         return prepare_for_evaluation(picture, self.size, self.shorter, self.interpolation)
 
+    def _plan_for_evaluation(self, row: int, picture: Picture) -> Crop:
+        return plan_center_crop(picture, self.size, self.shorter)
+
     def _read(
         self,
         place: int,
         epoch: int,
         prepare: Callable[[Picture], Tensor],
-    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
+        plan: Callable[[Picture], Crop],
+    ) -> tuple[Tensor | EncodedPhoto | None, Tensor | int, list[Unreadable]]:
         """Return the image and label at `place` of the epoch's order, and the failure, if any.
 
         The index of the sample is `place` modulo the number of samples
@@ -386,6 +431,9 @@ class Reader:
         try:
             if self.pictures is not None:
                 picture, label = self.pictures.open(sample, self.channels)
+                jpeg = picture.jpeg if self.keeps_jpegs else None
+                if jpeg is not None and len(jpeg) <= self.images[0, 0].numel():
+                    return EncodedPhoto(jpeg, plan(picture), self.source.where(sample)), label, []
                 return prepare(picture).permute(1, 2, 0), label, []
             if self.draws:
                 self._generators.seed(seed_draws(self.seed, epoch, place))

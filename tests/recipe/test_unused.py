@@ -45,7 +45,7 @@ data.cache_dir data.cache_format data.cache_size: data.cache=off
 data.check data.on_error data.pixel_range: data.name={IN_MEMORY}|synthetic
 data.fold data.fraction: data.name=synthetic
 data.val_fraction: data.name={IN_MEMORY}|synthetic, data.fold=1/5
-data.cache data.workers: data.name={IN_MEMORY}|synthetic
+data.cache data.decode data.workers: data.name={IN_MEMORY}|synthetic
 data.download: data.name=digits|synthetic|imagefolder|shards
 data.image_column data.label_column: data.labels=null
 data.interpolation: data.name=synthetic,\

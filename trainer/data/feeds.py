@@ -10,7 +10,7 @@ from trainer.data.augment import Auto, Draws, Gallery
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
 from trainer.data.photos.decoding import describe_failure
-from trainer.data.photos.gpu_decoding import EncodedPhoto, PhotoDecoder, UnreadablePhoto
+from trainer.data.photos.gpu_decoding import PhotoDecoder, UnreadablePhoto
 from trainer.data.photos.photo_reader import (
     BILINEAR,
     Key,
@@ -184,7 +184,7 @@ def build_readers(
     """Create the readers of `sources`, which read batches of `rows` samples.
 
     The readers run in `workers` processes, or in this process if `workers` is 0. If `keep_jpegs` is
-    True, they deliver JPEGs that a `PhotoDecoder` decodes.
+    True, a `PhotoDecoder` must decode some of the photos that they deliver.
     """
 
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
@@ -215,7 +215,7 @@ class PhotoFeed:
         device: torch.device,
         decoder: PhotoDecoder | None = None,
     ) -> None:
-        """Read source number `part` of `readers`, and decode the JPEGs that it delivers."""
+        """Read source number `part` of `readers`, and decode what they have left encoded."""
         self.failures: list[Unreadable] = []
         self.uncached = 0
         self._readers = readers
@@ -247,13 +247,13 @@ class PhotoFeed:
     def _read(self, keys: list[Key]) -> PaddedBatches:
         filled = self._readers.read(keys)
         if self._copies:
-            return self._read_overlapped(self._copies, filled, len(keys))
-        return self._read_in_order(filled)
+            return self._read_overlapped(self._copies, filled, keys)
+        return self._read_in_order(filled, keys)
 
-    def _read_in_order(self, filled: Iterator[Filled]) -> PaddedBatches:
-        for inputs, labels, report in filled:
+    def _read_in_order(self, filled: Iterator[Filled], keys: Sequence[Key]) -> PaddedBatches:
+        for (inputs, labels, report), key in zip(filled, keys, strict=True):
             self._add_report(report)
-            self._decode(inputs, inputs, report)
+            self._decode(inputs, inputs, report, key)
             # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs, labels.clone(), report.rows
 
@@ -261,29 +261,24 @@ class PhotoFeed:
         self,
         copies: Copies,
         filled: Iterator[Filled],
-        count: int,
+        keys: Sequence[Key],
     ) -> PaddedBatches:
-        """Copy the next of `count` batches to the GPU while the current one is used.
+        """Copy the next batch to the GPU while the current one is used.
 
         The copy starts early only if the next batch has already been read.
         """
 
-        def begin() -> Copying | None:
-            batch = next(filled, None)
-            if batch is None:
-                return None
-            inputs = copies.begin(
-                batch.inputs, lambda copied: self._decode(copied, batch.inputs, batch.report)
-            )
-            return inputs, copies.begin(batch.labels), batch.report
+        def begin(key: Key) -> Copying:
+            slot, labels, report = next(filled)
+            inputs = copies.begin(slot, lambda copied: self._decode(copied, slot, report, key))
+            return inputs, copies.begin(labels), report
 
         following: Copying | None = None
-        for number in range(1, count + 1):
-            current = following or begin()
+        for number, key in enumerate(keys, 1):
+            current = following or begin(key)
             following = None
-            assert current is not None
-            if number < count and self._readers.ready():
-                following = begin()
+            if number < len(keys) and self._readers.ready():
+                following = begin(keys[number])
             inputs, labels, report = current
             self._add_report(report)
             batch = (inputs(), labels(), report.rows)
@@ -292,32 +287,20 @@ class PhotoFeed:
             yield batch
             del batch
 
-    def _decode(self, images: Tensor, slot: Tensor, report: Report) -> None:
-        """Replace encoded rows of a batch by their pixels.
-
-        Args:
-            images: the batch, (rows, H, W, C) uint8 on the device.
-            slot: the batch on the CPU.
-            report: the report about the batch.
+    def _decode(self, images: Tensor, slot: Tensor, report: Report, key: Key) -> None:
+        """Decode the photos that a reader has left encoded, as in `PhotoDecoder.fill`.
 
         Raises:
             SetupError: no decoder can read a photo.
         """
         if self._decoder is None or not report.encoded:
             return
-        memory = slot.flatten(1)
-        photos = []
-        for row, length, crop, name in report.encoded:
-            # A copy, because the batch may be on the CPU.
-            photos.append((row, EncodedPhoto(memory[row, :length].clone(), crop, name)))
         try:
-            self._decoder.fill(images, photos)
+            self._decoder.fill(images, slot, report, *key[1:])
         except UnreadablePhoto as photo:
             name, error = photo.args
             self.close()
             raise unreadable([(name, describe_failure(error))], 1) from error
-        # Padding repeats the last sample.
-        images[report.rows :] = images[report.rows - 1]
 
     def _add_report(self, report: Report) -> None:
         """Add the failures of a batch.

@@ -18,6 +18,7 @@ from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
 from trainer.data.photos.gpu_decoding import PhotoDecoder
+from trainer.data.photos.photo_reader import Reader
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, TensorSet
 from trainer.data.workers.worker_counts import allowed, slots
@@ -231,10 +232,7 @@ class Loader:
         self._slot_bytes = 0
         self._workers = 0
         pool = None
-        decoder = None
         if sources:
-            if recipe.data.decode == "gpu":
-                decoder = PhotoDecoder(device, datasets.channels)
             input_bytes = max(buffered(datasets, training).bytes for training in (True, False))
             row_bytes = input_bytes + datasets.targets.bytes + 8
             self._slot_bytes = self._rows * row_bytes
@@ -245,12 +243,19 @@ class Loader:
                 self._rows,
                 recipe,
                 self._workers,
-                decoder is not None,
+                recipe.data.decode == "gpu",
             )
         for part, labels, augment, needed in splits:
             feed: MemoryFeed | PhotoFeed
             places = [place for place, source in enumerate(sources) if source is part]
             if pool is not None and places:
+                assert not isinstance(part, ImageSet | TensorSet)
+                decoder = None
+                if recipe.data.decode == "gpu":
+                    # The decoder does not read, and so needs no memory for batches.
+                    shape = buffered(datasets, part is datasets.train).shape
+                    reader = Reader(part, torch.empty(0, 1, *shape), torch.empty(0), recipe, False)
+                    decoder = PhotoDecoder(device, reader)
                 feed = PhotoFeed(pool, places[0], device, decoder)
             elif needed and isinstance(part, ImageSet):
                 feed = ImageFeed(

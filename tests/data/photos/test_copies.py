@@ -69,11 +69,9 @@ def feed(kind, *words):
     if kind == "photos":
         return PhotoFeed(readers(Pictures(), recipe), 0, GPU)
     if kind == "jpegs":
+        pool = readers(Jpegs(), load(None, "data.image_size=16", "data.decode=gpu"))
         with mock.patch.object(gpu_decoding, "load_decoder", lambda device: decode_on_gpu):
-            decoder = PhotoDecoder(GPU, 3)
-        return PhotoFeed(
-            readers(Jpegs(), load(None, "data.image_size=16", "data.decode=gpu")), 0, GPU, decoder
-        )
+            return PhotoFeed(pool, 0, GPU, PhotoDecoder(GPU, pool.readers[0]))
     return ImageFeed(
         ImageSet(pictures.expand(-1, 3, 16, 16), labels),
         4,

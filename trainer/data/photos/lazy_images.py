@@ -68,15 +68,11 @@ class Picture:
         Raises:
             ValueError: one side is over `LONGEST` times as long as the other.
         """
-        self.check_proportions()
-        return self.pixels((0, 0, self.height, self.width), least)
-
-    def check_proportions(self) -> None:
-        """Raise ValueError if one side is over `LONGEST` times as long as the other."""
         if max(self.height, self.width) > LONGEST * min(self.height, self.width):
             raise ValueError(
                 f"{self.width} x {self.height} pixels are a stripe, not a photo: cut it into parts"
             )
+        return self.pixels((0, 0, self.height, self.width), least)
 
     @classmethod
     def of(cls, image: Tensor) -> Picture:

@@ -19,7 +19,6 @@ from trainer.data import sampling
 from trainer.data.augment import Auto
 from trainer.data.generators import Generators
 from trainer.data.photos.decoding import describe_failure
-from trainer.data.photos.gpu_decoding import Crop, EncodedPhoto
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
@@ -62,15 +61,14 @@ class Report(NamedTuple):
         failures: samples that could not be read.
         end: whether the run must end because of the first failure.
         uncached: number of photos that the cache lacked.
-        encoded: rows that contain a JPEG instead of pixels; its length in bytes, its crop, and its
-            name.
+        encoded: rows that contain the bytes of a JPEG, and the number of bytes. See `gpu_decoding`.
     """
 
     rows: int
     failures: list[Unreadable]
     end: bool = False
     uncached: int = 0
-    encoded: Sequence[tuple[int, int, Crop, str]] = ()
+    encoded: Sequence[tuple[int, int]] = ()
 
 
 def prepare_for_evaluation(
@@ -92,17 +90,6 @@ def prepare_for_evaluation(
     """
     shorter = shorter or compute_shorter_side(size)
     return resize_and_center_crop(picture.whole(shorter), size, shorter, interpolation)
-
-
-def plan_center_crop(picture: Picture, size: ImageSize, shorter: ImageSize | None = None) -> Crop:
-    """Return the crop that `prepare_for_evaluation` makes."""
-    picture.check_proportions()
-    shorter = shorter or compute_shorter_side(size)
-    new_size = covering_size(picture.height, picture.width, shorter)
-    margins = zip(new_size, sides(size), strict=True)
-    # torchvision's center_crop rounds in this way.
-    top, left = (round((side - kept) / 2) for side, kept in margins)
-    return Crop((0, 0, picture.height, picture.width), new_size, (top, left))
 
 
 def resize_and_center_crop(
@@ -175,7 +162,7 @@ def resize(
     # resizing and copying are faster.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     is_fast = len(size) == 2 and VECTORISED and image.dtype == torch.uint8
-    if not is_fast or image.shape[1:] == (*size,) or interpolation != BILINEAR:
+    if not is_fast or image.is_cuda or image.shape[1:] == (*size,) or interpolation != BILINEAR:
         return vision.resize(whole, size, mode, antialias=True)[0]  # type: ignore[no-any-return]
     # torchvision calls the same function, but its checks of arguments take a quarter of the time of
     # a small image. Set the stride of the first dimension, because torch may otherwise return
@@ -278,19 +265,6 @@ class PhotoDraws:
             image = image.flip(-2)
         return self.transforms(row, self.auto(row, image))
 
-    def plan(
-        self,
-        row: int,
-        picture: Picture,
-        size: ImageSize,
-    ) -> Crop:
-        """Return the crop that `apply` makes, with all augmentation that data.decode=gpu allows."""
-        if self.crop is not None:
-            crop = Crop(self.crop.box(row, picture.height, picture.width), sides(size))
-        else:
-            crop = plan_center_crop(picture, size, self.shorter)
-        return crop._replace(flips=(bool(self.vflip[row]), bool(self.flip[row])))
-
 
 class Reader:
     """Fills slots of batch buffers with samples, in a loader worker.
@@ -306,7 +280,7 @@ class Reader:
         labels: Tensor,
         recipe: Recipe,
         plain: bool,
-        keeps_jpegs: bool = False,
+        keep_jpegs: bool = False,
     ) -> None:
         """Read from `source` into two buffers.
 
@@ -317,14 +291,14 @@ class Reader:
             recipe: the recipe.
             plain: whether inputs are not images. If True, they are copied to the buffers as the
                 data set returns them.
-            keeps_jpegs: whether to copy a JPEG to the buffer as it is, if it needs no more memory
-                than its pixels there. See `Report.encoded`.
+            keep_jpegs: whether to copy a JPEG to the buffer as it is, if it has no more bytes than
+                its pixels there.
         """
         self.source = source
         self.images = images
         self.labels = labels
         self.plain = plain
-        self.keeps_jpegs = keeps_jpegs
+        self.most_bytes = images[0, 0].numel() if keep_jpegs else 0
         self.augment = recipe.augment
         self.interpolation = recipe.data.interpolation
         self.shorter = typed_size(recipe.data.resize)
@@ -354,37 +328,26 @@ class Reader:
         labels = self.labels[slot]
         before = self._uncached
         failures: list[Unreadable] = []
-        encoded: list[tuple[int, int, Crop, str]] = []
+        encoded = []
         attempts = 1
         row = 0
+        if self.skip and epoch is not None:
+            attempts = NEIGHBOURS
         with private_draws(), self._generators.restored():
-            prepare: Callable[[int, Picture], Tensor]
-            plan: Callable[[int, Picture], Crop]
-            if epoch is None:
-                prepare = self._prepare_for_evaluation
-                plan = self._plan_for_evaluation
-            else:
-                draws = PhotoDraws(
-                    self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
-                )
-                prepare = partial(draws.apply, size=self.size)
-                plan = partial(draws.plan, size=self.size)
-                if self.skip:
-                    attempts = NEIGHBOURS
+            prepare = self.build_preparation(epoch, index)
             for place in index.tolist():
                 for step in range(attempts):
                     image, label, failed = self._read(
-                        place + step, epoch or 0, partial(prepare, row), partial(plan, row)
+                        place + step, epoch or 0, partial(prepare, row)
                     )
                     if step == 0:
                         failures += failed
                     if image is not None:
                         break
                 if image is not None:
-                    if isinstance(image, EncodedPhoto):
-                        length = len(image.data)
-                        images[row].view(-1)[:length] = image.data
-                        encoded.append((row, length, image.crop, image.name))
+                    if image.dim() == 1:
+                        images[row].view(-1)[: len(image)] = image
+                        encoded.append((row, len(image)))
                     else:
                         images[row] = image
                     labels[row] = label
@@ -395,6 +358,21 @@ class Reader:
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
         return Report(row, failures, uncached=self._uncached - before, encoded=encoded)
+
+    def build_preparation(
+        self, epoch: int | None, index: Array
+    ) -> Callable[[int, Picture], Tensor]:
+        """Return the function that prepares a row's photo as (C, H, W) uint8, for a `Key`."""
+        if epoch is None:
+            return self._prepare_for_evaluation
+        draws = PhotoDraws(
+            self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
+        )
+        return partial(draws.apply, size=self.size)
+
+    def where(self, place: int) -> str:
+        """Return the name of the sample at `place` of an epoch's order."""
+        return self.source.where(place % len(self.source))
 
     @cached_property
     def _generators(self) -> Generators:
@@ -411,29 +389,24 @@ class Reader:
     def _prepare_for_evaluation(self, row: int, picture: Picture) -> Tensor:
         return prepare_for_evaluation(picture, self.size, self.shorter, self.interpolation)
 
-    def _plan_for_evaluation(self, row: int, picture: Picture) -> Crop:
-        return plan_center_crop(picture, self.size, self.shorter)
-
     def _read(
         self,
         place: int,
         epoch: int,
         prepare: Callable[[Picture], Tensor],
-        plan: Callable[[Picture], Crop],
-    ) -> tuple[Tensor | EncodedPhoto | None, Tensor | int, list[Unreadable]]:
+    ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         """Return the image and label at `place` of the epoch's order, and the failure, if any.
 
         The index of the sample is `place` modulo the number of samples
-        (`sampling.draw_balanced_permutation`). The image has the layout of the buffer, and is None
-        if the sample cannot be read.
+        (`sampling.draw_balanced_permutation`). The image has the layout of the buffer. It is 1-dim
+        if it is an encoded JPEG, and None if the sample cannot be read.
         """
         sample = place % len(self.source)
         try:
             if self.pictures is not None:
                 picture, label = self.pictures.open(sample, self.channels)
-                jpeg = picture.jpeg if self.keeps_jpegs else None
-                if jpeg is not None and len(jpeg) <= self.images[0, 0].numel():
-                    return EncodedPhoto(jpeg, plan(picture), self.source.where(sample)), label, []
+                if picture.jpeg is not None and len(picture.jpeg) <= self.most_bytes:
+                    return picture.jpeg, label, []
                 return prepare(picture).permute(1, 2, 0), label, []
             if self.draws:
                 self._generators.seed(seed_draws(self.seed, epoch, place))
@@ -443,7 +416,7 @@ class Reader:
             return image, label, []
         except Exception as error:
             # Decoders and users' data sets can raise any exception.
-            return None, 0, [(self.source.where(sample), describe_failure(error))]
+            return None, 0, [(self.where(place), describe_failure(error))]
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:

@@ -381,7 +381,7 @@ class Loader:
                 # Use the length of the micro-batch, which may be shorter than its span.
                 mix = whole.rows(first, first + len(index))
                 if share.targets:
-                    targets = self._transform.mix_targets(self._task.shares(targets), mix)
+                    targets = self._transform.mix_pairs(self._task.shares(targets), mix.label)
                 if share.inputs:
                     inputs = self._transform.mix(inputs, mix)
             if faults.is_active:

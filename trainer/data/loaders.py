@@ -306,9 +306,7 @@ class Loader:
     @property
     def workers(self) -> int | None:
         """Number of processes that read training images for this rank; None for a set in memory."""
-        if isinstance(self.datasets.train, ImageSet | TensorSet):
-            return None
-        return self._workers
+        return None if self.datasets.is_in_memory else self._workers
 
     def workers_in_words(self) -> str | None:
         """Describe the loader workers and their memory; return None if there are none."""

@@ -648,10 +648,7 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
     run.tracker.say(format_titled(title, text), GREEN)
     run.tracker.print_lines(dict(other_lines))
     run.tracker.close()
-    run.loader.close()
-    run.forward.close()
-    run.steps.close()
-    run.strategy.close()
+    run.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
         # Rank 0's loggers may take minutes to upload their last values. So the ranks use
         # `wait_for`, which has a longer timeout than the recipe's.

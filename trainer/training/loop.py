@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -276,14 +276,8 @@ def train_epoch(run: Run, epoch: int) -> None:
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
                 noticing.print_early_load(run.resolved, state, run.noticed)
             if log:
-                reporting.report_to_program(
-                    run.resolved,
-                    state,
-                    run.callbacks,
-                    "on_step",
-                    loss=mean_loss,
-                    lr=state.lr,
-                    samples_per_sec=speed,
+                report_to_program(
+                    run, "on_step", loss=mean_loss, lr=state.lr, samples_per_sec=speed
                 )
             if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
@@ -353,9 +347,7 @@ def evaluate_within_epoch(run: Run, epoch: int, speed: float | None = None) -> l
     run.tracker.scalars({f"val/{name}": value for name, value in metrics.items()}, step)
     style = BOLD if is_best else ""
     run.tracker.say(f"  step {step}: {run.task.text(metrics)}", style)
-    reporting.report_to_program(
-        run.resolved, run.state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-    )
+    report_to_program(run, "on_evaluation", metrics=metrics, best=is_best)
     # Only the start of an epoch may change which parameters train.
     run.strategy.train_for_probe()
     run.timer.start()
@@ -392,6 +384,25 @@ def note_evaluation(run: Run, epoch: int, train_loss: float, speed: float | None
     history.evaluations.append({**evaluation, **metrics, **evaluation})
     run.tracker.epoch(reporting.build_epochs_csv_row(run.state, speed))
     return is_best
+
+
+def report_to_program(run: Run, name: str, **values: Any) -> None:
+    """Call the program's callback `name`, log its values, and let it end the run. Collective.
+
+    `values` are the fields of the callback's report, except those of every report.
+    """
+    state = run.state
+    step, epoch, step_in_epoch = state.position
+    # At the end of an epoch, the position is that of the next.
+    if step_in_epoch:
+        epoch += 1
+    report = callbacks.REPORTS[name](epoch=epoch, step=step, seconds=state.seconds(), **values)
+    answer = run.callbacks.report(run.world, name, report)
+    state.history.logged |= answer.logged
+    logged = {f"logged/{key}": value for key, value in answer.logged.items()}
+    run.tracker.scalars(logged, step)
+    if not answer.go_on:
+        state.total_steps = step
 
 
 def build_rate(run: Run) -> Callable[[int], float]:
@@ -487,13 +498,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if patience is not None and stopping.has_lost_patience(run.resolved, state):
         tracker.say(stopping.format_patience(patience, run.task, history))
     if not is_repeated:
-        reporting.report_to_program(
-            run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-        )
-    reporting.report_to_program(
-        run.resolved,
-        state,
-        run.callbacks,
+        report_to_program(run, "on_evaluation", metrics=metrics, best=is_best)
+    report_to_program(
+        run,
         "on_epoch",
         metrics=metrics,
         best=is_best,

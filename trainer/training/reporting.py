@@ -6,7 +6,7 @@ The reports are logged values, calls of the user's callbacks, printed lines, and
 import platform
 import shlex
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -26,13 +26,6 @@ from trainer.tasks.task import figure
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.readable import format_duration, format_number, format_size
 from trainer.training.banner import compute_shares
-from trainer.training.callbacks import (
-    Callbacks,
-    EpochReport,
-    EvaluationReport,
-    ProgramReport,
-    StepReport,
-)
 from trainer.training.evaluation import WORST, strip_prefix
 from trainer.training.observer import ModelFacts, Observer
 from trainer.training.results import Result
@@ -42,12 +35,6 @@ from trainer.versions import VERSION
 
 # Maximum number of suggestions that the end of a run prints. `runs show` prints all of them.
 SUGGESTIONS = 3
-# Type of the report to each callback.
-REPORTS: dict[str, Callable[..., ProgramReport]] = {
-    "on_step": StepReport,
-    "on_evaluation": EvaluationReport,
-    "on_epoch": EpochReport,
-}
 # Keys of the earlier result that are kept if a resumed run has no step left to train.
 KEPT_KEYS = (
     "throughput",
@@ -113,26 +100,6 @@ def log_step(
         }
     )
     tracker.scalars(values | state.strategy.figures(), position.step)
-
-
-def report_to_program(
-    resolved: Resolved, state: TrainState, callbacks: Callbacks, name: str, **values: Any
-) -> None:
-    """Call the program's callback `name`, log its values, and let it end the run. Collective.
-
-    `values` are the fields of the callback's report, except those of every report.
-    """
-    step, epoch, step_in_epoch = state.position
-    # At the end of an epoch, the position is that of the next.
-    if step_in_epoch:
-        epoch += 1
-    report = REPORTS[name](epoch=epoch, step=step, seconds=state.seconds(), **values)
-    answer = callbacks.report(resolved.world, name, report)
-    state.history.logged |= answer.logged
-    logged = {f"logged/{key}": value for key, value in answer.logged.items()}
-    resolved.tracker.scalars(logged, step)
-    if not answer.go_on:
-        state.total_steps = step
 
 
 def compute_speed(samples_per_step: float, steps: int, seconds: float) -> float | None:

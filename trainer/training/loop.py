@@ -366,23 +366,38 @@ def note_evaluation(run: Run, epoch: int, train_loss: float, speed: float | None
     Returns:
         Whether the task's metric is the best so far.
     """
-    history = run.state.history
-    step = run.state.position.step
+    state = run.state
+    history = state.history
+    step = state.position.step
     metrics = strip_prefix(history.validation)
-    metric = metrics[run.task.metric]
+    name = run.task.metric
+    metric = metrics[name]
     is_best = run.task.improves(metric, history.best)
     if is_best:
         history.best = metric
         history.best_epoch = epoch
-        history.metric = run.task.metric
-    noticing.note_undefined_metric(run.task, run.noticed, metric, epoch)
+        history.metric = name
+    # A loss that is not finite has warnings of its own.
+    if math.isnan(metric) and name != "loss":
+        run.noticed.lasting["metric"] = (
+            f"val_{name} is not a number in epoch {epoch + 1}, which cannot be the best: it is "
+            "undefined for these held-out images, or the outputs are not finite; task.metric= "
+            "chooses another metric"
+        )
     history.evaluated_step = step
     # If a callback has ended the run within an epoch, this step is evaluated a second time.
     history.evaluations = [one for one in history.evaluations if one["step"] < step]
     evaluation = {"epoch": epoch + 1, "step": step, "train_loss": train_loss}
     # A metric of a user's task may have one of these names.
-    history.evaluations.append({**evaluation, **metrics, **evaluation})
-    run.tracker.epoch(reporting.build_epochs_csv_row(run.state, speed))
+    others = {name: value for name, value in metrics.items() if name not in evaluation}
+    history.evaluations.append(evaluation | others)
+    row = {
+        **evaluation,
+        "seconds": round(state.seconds(), 3),
+        "lr": state.lr,
+        "samples_per_sec": "" if speed is None else float(f"{speed:.6g}"),
+    }
+    run.tracker.epoch(row | {f"val_{name}": value for name, value in others.items()})
     return is_best
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
 
 import torch
 import torchvision
@@ -127,16 +126,6 @@ def _compute_mfu(model: ModelFacts, samples_per_sec: float) -> float | None:
     if model.peak_flops is None:
         return None
     return samples_per_sec * model.training_flops / model.peak_flops
-
-
-def build_epochs_csv_row(state: TrainState, speed: float | None) -> dict[str, Any]:
-    """Return the row of epochs.csv for the last evaluation."""
-    evaluation = dict(state.history.evaluations[-1])
-    row: dict[str, Any] = {name: evaluation.pop(name) for name in ("epoch", "step", "train_loss")}
-    row["seconds"] = round(state.seconds(), 3)
-    row["lr"] = state.lr
-    row["samples_per_sec"] = "" if speed is None else float(f"{speed:.6g}")
-    return row | {f"val_{name}": value for name, value in evaluation.items()}
 
 
 def build_epoch_row(

@@ -162,7 +162,7 @@ def test_mixing_is_what_the_papers_say(layout):
         box,
     )
     mixed = finish.mix(x, mix)
-    soft = finish.mix_targets(F.one_hot(labels, 4).float(), mix)
+    soft = finish.mix_pairs(F.one_hot(labels, 4).float(), mix.label)
     assert torch.allclose(
         mixed[0],
         0.7 * x[0] + 0.3 * x[1],

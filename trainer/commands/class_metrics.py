@@ -100,34 +100,30 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
         SetupError: The file cannot be written.
         DiskFullError: The disk is full.
     """
-    with report_write_errors(path.parent, AGAIN), wait_for_lock(path.parent):
-        write_atomically(path, format_csv(_merge_rows(path, rows)), again=AGAIN)
-
-
-def _merge_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return the table of the file `path`, with the rows of this evaluation replaced by `rows`."""
     columns: list[str] = []
+    # Rows of other evaluations.
     kept: list[Mapping[str, str]] = []
     key = [rows[0][name] for name in KEY]
-    try:
-        stored = csv.DictReader(io.StringIO(read(path).decode(), newline=""))
-        columns = [*(stored.fieldnames or ())]
-        if tuple(columns[: len(KEY)]) != KEY:
-            raise ValueError("its first columns are not those of metrics.csv")
-        kept = [row for row in stored if [row[name] for name in KEY] != key]
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, csv.Error) as error:
-        raise RecipeError(
-            f"{path} is not a file of evaluate ({describe_error(error)}): choose another "
-            "output=, as in output=metrics.csv"
-        ) from None
-    for row in rows:
-        columns += [name for name in row if name not in columns]
-    table = [columns]
-    for row in (*kept, *rows):
-        table.append([row.get(name) or "" for name in columns])
-    return table
+    with report_write_errors(path.parent, AGAIN), wait_for_lock(path.parent):
+        try:
+            stored = csv.DictReader(io.StringIO(read(path).decode(), newline=""))
+            columns = [*(stored.fieldnames or ())]
+            if tuple(columns[: len(KEY)]) != KEY:
+                raise ValueError("its first columns are not those of metrics.csv")
+            kept = [row for row in stored if [row[name] for name in KEY] != key]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, csv.Error) as error:
+            raise RecipeError(
+                f"{path} is not a file of evaluate ({describe_error(error)}): choose another "
+                "output=, as in output=metrics.csv"
+            ) from None
+        for row in rows:
+            columns += [name for name in row if name not in columns]
+        table = [columns]
+        for row in (*kept, *rows):
+            table.append([row.get(name) or "" for name in columns])
+        write_atomically(path, format_csv(table), again=AGAIN)
 
 
 def report(

@@ -203,19 +203,15 @@ class Gallery:
             batch = windows[index, top, left].contiguous()
         if draws.box is not None:
             batch = resize_crops(batch, draws.box, self.interpolation)
-        if draws.flip is not None:
-            batch = self._flip(batch, draws.flip)
+        if draws.flip is not None and self.device.type == "cpu":
+            # View each pixel as a single element. NumPy then needs half as much time as torch.
+            elements = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
+            chosen = draws.flip.numpy()
+            elements[chosen] = elements[chosen][:, :, ::-1]
+        elif draws.flip is not None:
+            batch = torch.where(draws.flip[:, None, None, None], batch.flip(2), batch)
         if draws.vflip is not None:
             batch = torch.where(draws.vflip[:, None, None, None], batch.flip(1), batch)
-        return batch
-
-    def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.where(flip[:, None, None, None], batch.flip(2), batch)
-        # View each pixel as a single element. NumPy then needs half as much time as torch.
-        pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
-        chosen = flip.numpy()
-        pixels[chosen] = pixels[chosen][:, :, ::-1]
         return batch
 
 
@@ -340,18 +336,14 @@ class DeviceTransform:
 
         If the number of images is odd, the last image is unchanged.
         """
-        whole = self._mix_pairs(inputs, mix.blend, mix.box)
+        whole = self.mix_pairs(inputs, mix.blend, mix.box)
         # With one channel, tensors of the same layout can have different strides. Restore the
         # strides of the input, because other strides would cause a recompilation.
         if inputs.shape[1] == 1:
             return whole.as_strided(whole.shape, inputs.stride())
         return whole
 
-    def mix_targets(self, hard: Tensor, mix: Mix) -> Tensor:
-        """Mix targets (n, ...) float32 like their images."""
-        return self._mix_pairs(hard, mix.label)
-
-    def _mix_pairs(self, rows: Tensor, weights: Array, boxes: Array | None = None) -> Tensor:
+    def mix_pairs(self, rows: Tensor, weights: Array, boxes: Array | None = None) -> Tensor:
         """Mix rows 2k and 2k + 1, each with `weights[k]` of its own, and exchange `boxes`, if any.
 
         If the number of rows is odd, the last row is unchanged.

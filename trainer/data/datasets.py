@@ -105,11 +105,10 @@ def _choose_sizes(recipe: Recipe, data: Datasets) -> dict[str, Any]:
     Raises:
         RecipeError: the samples are not photos, or data.resize does not fit their size.
     """
-    is_in_memory = isinstance(data.train, ImageSet | TensorSet)
     # Synthetic images have the sizes that photos would have.
     for key in ("train_size", "resize"):
         value = getattr(recipe.data, key)
-        if value is not None and (data.plain or (is_in_memory and not data.synthetic)):
+        if value is not None and (data.plain or (data.is_in_memory and not data.synthetic)):
             kind = f"inputs are {data.plain}" if data.plain else "images are in memory"
             raise RecipeError(
                 f"{format_argument(f'data.{key}', value)} is for photos that are resized one by "

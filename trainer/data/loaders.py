@@ -316,9 +316,7 @@ class Loader:
     @property
     def workers(self) -> int | None:
         """Number of processes that read training images for this rank; None for a set in memory."""
-        if isinstance(self.datasets.train, ImageSet | TensorSet):
-            return None
-        return self._workers
+        return None if self.datasets.is_in_memory else self._workers
 
     def workers_in_words(self) -> str | None:
         """Describe the loader workers and their memory; return None if there are none."""
@@ -391,7 +389,7 @@ class Loader:
                 # Use the length of the micro-batch, which may be shorter than its span.
                 mix = whole.rows(first, first + len(index))
                 if share.targets:
-                    targets = self._transform.mix_targets(self._task.shares(targets), mix)
+                    targets = self._transform.mix_pairs(self._task.shares(targets), mix.label)
                 if share.inputs:
                     inputs = self._transform.mix(inputs, mix)
             if faults.is_active:

@@ -306,6 +306,11 @@ class Datasets:
     interpolation: str = "bilinear"
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether the training set is in memory, so that nothing reads it during the run."""
+        return isinstance(self.train, ImageSet | TensorSet)
+
+    @property
     def inputs(self) -> TensorSpec:
         """Shape and type of a sample's inputs in evaluation, as the model receives them."""
         return self.plain or TensorSpec((self.channels, *sides(self.image_size)), torch.float32)

@@ -37,27 +37,6 @@ class Resident(NamedTuple):
     buffers: int
 
 
-def measure_resident(
-    module: nn.Module,
-    optimizer: int,
-    averaged: bool,
-) -> Resident:
-    """Compute the size of the resident tensors of a model or a stage.
-
-    Args:
-        module: The model or stage.
-        optimizer: Size of the optimizer's state in bytes.
-        averaged: Whether the run keeps a moving average of the weights.
-    """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    weights = count_bytes(*module.parameters())
-    ema = 0
-    if averaged:
-        ema = weights + count_saved_buffers(module)
-    buffers = count_bytes(*module.buffers())
-    return Resident(weights, count_bytes(*trained), optimizer, ema, buffers)
-
-
 def count_saved_buffers(module: nn.Module) -> int:
     """Return the size in bytes of the buffers that a checkpoint contains."""
     saved = module.state_dict(keep_vars=True).keys()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -264,7 +264,8 @@ def _predict_copies(model: PlannedModel, layout: Layout) -> list[Device]:
         activations = model.whole(rows, gradients=True).peak
         image_rows = rows if devices else layout.rows
         images = sum(model.batch_bytes(image_rows))
-        devices.append(_add_up(Device(name, *resident, images, activations, teacher=teacher)))
+        peak = sum(resident) + images + activations + teacher
+        devices.append(Device(name, *resident, images, activations, peak, teacher))
         resident = resident._replace(optimizer=0, ema=0)
         teacher = 0
     return devices
@@ -296,14 +297,9 @@ def _predict_stages(
             images += image_bytes
         if last in stages:
             images += target_bytes
-        devices.append(_add_up(Device(name, *resident, images, activations, teacher=teacher)))
+        peak = sum(resident) + images + activations + teacher
+        devices.append(Device(name, *resident, images, activations, peak, teacher))
     return devices
-
-
-def _add_up(device: Device) -> Device:
-    """Return `device` with the sum of its fields as its peak."""
-    _, *sizes = asdict(device).values()
-    return replace(device, peak=sum(sizes))
 
 
 def own_memory(

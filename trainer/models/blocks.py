@@ -44,7 +44,7 @@ def list_blocks(model: nn.Module) -> list[Block]:
     rows: list[Block] = []
     # Loose parameters before the first block.
     waiting = []
-    half = sum(p.numel() for p in model.parameters()) / 2
+    half = count_parameters(model) / 2
     for name, parameters, is_loose in _iterate_parts(model, "", half):
         if is_loose and not rows:
             waiting += parameters
@@ -86,10 +86,15 @@ def _count_weights_in_lists(module: nn.Module) -> int:
     count = 0
     for child in module.children():
         if type(child) in LISTS:
-            count += sum(p.numel() for p in child.parameters())
+            count += count_parameters(child)
         else:
             count += _count_weights_in_lists(child)
     return count
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of elements of all parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def find_head(model: nn.Module) -> str:

@@ -18,8 +18,10 @@ OWNED = {
     "channels": "type data.channels=",
     "in_chans": "type data.channels=",
     **dict.fromkeys(("image_size", "img_size", "input_size"), "type data.image_size="),
-    **dict.fromkeys(("weights", "pretrained"), "type model.weights="),
-    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay"), "type model.weights="),
+    **dict.fromkeys(
+        ("weights", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"),
+        "type model.weights=",
+    ),
     "checkpoint_path": "type model.init_from=",
     "device": "type devices=",
     "dtype": "type precision=",

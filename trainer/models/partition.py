@@ -156,9 +156,7 @@ def _find_written(node: fx.Node, model: nn.Module) -> object:
         is_inplace = _is_inplace_name(str(node.target))
     elif node.op == "call_function":
         name = getattr(node.target, "__name__", "")
-        is_inplace = (
-            node.target in INPLACE or _is_inplace_name(name) or _find_argument(node, "inplace")
-        )
+        is_inplace = node.target in INPLACE or _is_inplace_name(name) or _has_inplace_argument(node)
     if is_inplace:
         return (*node.args, *node.kwargs.values())[0]
     return None
@@ -168,15 +166,15 @@ def _is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _find_argument(node: fx.Node, name: str) -> Any:
-    """Return the argument `name` of a call of a Python function, or None."""
+def _has_inplace_argument(node: fx.Node) -> bool:
+    """Return whether a call of a Python function has the argument `inplace=True`."""
     assert callable(node.target)
     try:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        return bound.arguments.get(name)
+        return bool(bound.arguments.get("inplace"))
     except (TypeError, ValueError):
         # Some builtins have no signature.
-        return None
+        return False
 
 
 def _is_fresh(node: fx.Node, model: nn.Module) -> bool:

@@ -58,9 +58,8 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
 
 def find_registered(name: str) -> Builder | None:
     """Return the function that the user has registered as `name`, or None."""
-    if name not in SMALL or builders[name] is not SMALL[name]:
-        return builders.get(name)
-    return None
+    builder = builders.get(name)
+    return None if builder is SMALL.get(name) else builder
 
 
 def build(

@@ -84,23 +84,22 @@ _THEIRS = {
 OTHER_NAMES = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 # Settings of other libraries that have no key of the same meaning here. The guide's page `port`
 # explains each.
-_WITHOUT_KEY = (
-    "per_device_train_batch_size per_device_eval_batch_size per_gpu_batch_size batch_size_per_gpu "
-    "bs micro_batch_size eval_batch_size val_batch_size validation_batch_size "
-    "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
-    "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
-    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split "
-    "steps steps_per_epoch val_split classes name half dtype drop weight_ema "
-    "bias_weight_decay transformer_embedding_decay lr_warmup_method start_epoch cache_dataset "
-    "test_only augmix_severity dist_url model_ema_steps model_ema_decay val_crop_size backend "
-    "use_v2 accelerator logger callbacks fast_dev_run min_epochs min_steps limit_train_batches "
-    "limit_val_batches overfit_batches check_val_every_n_epoch "
-    "enable_checkpointing enable_model_summary gradient_clip_algorithm benchmark profiler "
-    "detect_anomaly plugins default_root_dir num_sanity_val_steps time project exist_ok verbose "
-    "single_cls cos_lr profile dropout val plots nbs warmup_momentum warmup_bias_lr hsv_h hsv_s "
-    "hsv_v scale remode recount resplit split_bn bn_momentum lr_k_decay checkpoint_hist "
-    "train_interpolation logging_dir"
-)
+_WITHOUT_KEY = """
+    per_device_train_batch_size per_device_eval_batch_size per_gpu_batch_size batch_size_per_gpu bs
+    micro_batch_size eval_batch_size val_batch_size validation_batch_size
+    train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches
+    grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp
+    warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split steps
+    steps_per_epoch val_split classes name half dtype drop weight_ema bias_weight_decay
+    transformer_embedding_decay lr_warmup_method start_epoch cache_dataset test_only augmix_severity
+    dist_url model_ema_steps model_ema_decay val_crop_size backend use_v2 accelerator logger
+    callbacks fast_dev_run min_epochs min_steps limit_train_batches limit_val_batches
+    overfit_batches check_val_every_n_epoch enable_checkpointing enable_model_summary
+    gradient_clip_algorithm benchmark profiler detect_anomaly plugins default_root_dir
+    num_sanity_val_steps time project exist_ok verbose single_cls cos_lr profile dropout val plots
+    nbs warmup_momentum warmup_bias_lr hsv_h hsv_s hsv_v scale remode recount resplit split_bn
+    bn_momentum lr_k_decay checkpoint_hist train_interpolation logging_dir
+"""
 WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 
 

@@ -2,10 +2,9 @@
 
 import errno
 import fcntl
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
@@ -53,34 +52,6 @@ def lock_folder(folder: Path, others: str) -> int:
                 time.sleep(RETRY_SECONDS)
     os.close(lock)
     raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
-
-
-@contextmanager
-def choose_folder(
-    output: str | None, default: Path, others: str, is_used: Callable[[Path], object]
-) -> Iterator[Path]:
-    """Choose the output folder of a command, and lock it within this block.
-
-    Args:
-        output: path that the user typed. Without one, the first unused path among `default`,
-            `default`-2, `default`-3, ... is chosen.
-        default: path to start from without `output`.
-        others: see `lock_folder`.
-        is_used: returns whether a path is used already.
-    """
-    if output:
-        path = Path(output).expanduser()
-    else:
-        path = default
-        for number in itertools.count(2):
-            if not is_used(path):
-                break
-            path = default.with_name(f"{default.name}-{number}")
-    lock = lock_folder(path, others)
-    try:
-        yield path
-    finally:
-        os.close(lock)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trainer.data import ImageSet, TensorSet
 from trainer.devices import precision
 from trainer.modes import Strategy
 from trainer.processes.rank import find_elastic_problems
@@ -208,7 +207,7 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
     if not model.batch_norm:
         normalizing = ("sync_bn", "pipeline.deferred_batch_norm")
         causes |= dict.fromkeys(normalizing, "a model that has no BatchNorm")
-    if isinstance(data.train, ImageSet | TensorSet):
+    if data.is_in_memory:
         causes |= dict.fromkeys(("data.cache", "data.workers", "data.decode"), "images in memory")
     if recipe.data.name in OWN_PHOTOS and data.holdout_table is None:
         causes["data.val_fraction"] = f"images that have a validation split: {data.holdout}"

@@ -114,6 +114,12 @@ class EpochReport(EvaluationReport):
     train_loss: float
 
 
+# Type of the report to each callback.
+REPORTS: dict[str, type[ProgramReport]] = {
+    "on_step": StepReport,
+    "on_evaluation": EvaluationReport,
+    "on_epoch": EpochReport,
+}
 OnEpoch = Callable[[EpochReport], object]
 OnStep = Callable[[StepReport], object]
 OnEvaluation = Callable[[EvaluationReport], object]

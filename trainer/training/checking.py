@@ -106,10 +106,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     interrupts.nothing_new = lambda: False
     callbacks = run.callbacks
     ledger = run.ledger
-    run.loader.close()
-    run.forward.close()
-    run.steps.close()
-    run.strategy.close()
+    run.close()
 
     def build_again() -> Run:
         release_garbage()

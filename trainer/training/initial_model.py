@@ -137,19 +137,16 @@ def build_for_dataset(
 
     If `starting`, the model has the weights from which the recipe starts, otherwise random ones.
     """
-    model = build_for_sizes(
+    return build_for_sizes(
         recipe,
         task,
         data.channels,
         data.image_size,
         data.plain,
         starting,
+        data.train_size,
         data.classes,
     )
-    if data.train_size:
-        key = f"model.name={recipe.model.name}"
-        check_train_size(model, key, data.channels, data.train_size)
-    return model
 
 
 def build_for_sizes(
@@ -159,6 +156,7 @@ def build_for_sizes(
     image_size: ImageSize,
     plain: TensorSpec | None = None,
     starting: bool = True,
+    train_size: ImageSize | None = None,
     classes: Sequence[str] = (),
 ) -> nn.Module:
     """Return the recipe's model for inputs and outputs of known sizes, on the CPU.
@@ -170,12 +168,13 @@ def build_for_sizes(
         image_size: Size of an image in pixels.
         plain: Shape and type of inputs that are not images. None for images.
         starting: Whether to load the weights that the recipe starts from.
+        train_size: Size of the training images in pixels, if it differs.
         classes: Names of the classes, to match start weights of the last layer.
     """
     inputs = None
     if plain:
         inputs = Example(2, plain).batch(torch.device("cpu")).inputs
-    return build(
+    model = build(
         recipe.model,
         max(1, len(task.names)),
         channels,
@@ -185,6 +184,9 @@ def build_for_sizes(
         task.outputs() is None,
         classes,
     )
+    if train_size:
+        check_train_size(model, f"model.name={recipe.model.name}", channels, train_size)
+    return model
 
 
 def broadcast_weights(model: nn.Module, name: str, world: World, say: Say) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -276,14 +276,8 @@ def train_epoch(run: Run, epoch: int) -> None:
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
                 noticing.print_early_load(run.resolved, state, run.noticed)
             if log:
-                reporting.report_to_program(
-                    run.resolved,
-                    state,
-                    run.callbacks,
-                    "on_step",
-                    loss=mean_loss,
-                    lr=state.lr,
-                    samples_per_sec=speed,
+                report_to_program(
+                    run, "on_step", loss=mean_loss, lr=state.lr, samples_per_sec=speed
                 )
             if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
@@ -353,9 +347,7 @@ def evaluate_within_epoch(run: Run, epoch: int, speed: float | None = None) -> l
     run.tracker.scalars({f"val/{name}": value for name, value in metrics.items()}, step)
     style = BOLD if is_best else ""
     run.tracker.say(f"  step {step}: {run.task.text(metrics)}", style)
-    reporting.report_to_program(
-        run.resolved, run.state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-    )
+    report_to_program(run, "on_evaluation", metrics=metrics, best=is_best)
     # Only the start of an epoch may change which parameters train.
     run.strategy.train_for_probe()
     run.timer.start()
@@ -374,24 +366,58 @@ def note_evaluation(run: Run, epoch: int, train_loss: float, speed: float | None
     Returns:
         Whether the task's metric is the best so far.
     """
-    history = run.state.history
-    step = run.state.position.step
+    state = run.state
+    history = state.history
+    step = state.position.step
     metrics = strip_prefix(history.validation)
-    metric = metrics[run.task.metric]
+    name = run.task.metric
+    metric = metrics[name]
     is_best = run.task.improves(metric, history.best)
     if is_best:
         history.best = metric
         history.best_epoch = epoch
-        history.metric = run.task.metric
-    noticing.note_undefined_metric(run.task, run.noticed, metric, epoch)
+        history.metric = name
+    # A loss that is not finite has warnings of its own.
+    if math.isnan(metric) and name != "loss":
+        run.noticed.lasting["metric"] = (
+            f"val_{name} is not a number in epoch {epoch + 1}, which cannot be the best: it is "
+            "undefined for these held-out images, or the outputs are not finite; task.metric= "
+            "chooses another metric"
+        )
     history.evaluated_step = step
     # If a callback has ended the run within an epoch, this step is evaluated a second time.
     history.evaluations = [one for one in history.evaluations if one["step"] < step]
     evaluation = {"epoch": epoch + 1, "step": step, "train_loss": train_loss}
     # A metric of a user's task may have one of these names.
-    history.evaluations.append({**evaluation, **metrics, **evaluation})
-    run.tracker.epoch(reporting.build_epochs_csv_row(run.state, speed))
+    others = {name: value for name, value in metrics.items() if name not in evaluation}
+    history.evaluations.append(evaluation | others)
+    row = {
+        **evaluation,
+        "seconds": round(state.seconds(), 3),
+        "lr": state.lr,
+        "samples_per_sec": "" if speed is None else float(f"{speed:.6g}"),
+    }
+    run.tracker.epoch(row | {f"val_{name}": value for name, value in others.items()})
     return is_best
+
+
+def report_to_program(run: Run, name: str, **values: Any) -> None:
+    """Call the program's callback `name`, log its values, and let it end the run. Collective.
+
+    `values` are the fields of the callback's report, except those of every report.
+    """
+    state = run.state
+    step, epoch, step_in_epoch = state.position
+    # At the end of an epoch, the position is that of the next.
+    if step_in_epoch:
+        epoch += 1
+    report = callbacks.REPORTS[name](epoch=epoch, step=step, seconds=state.seconds(), **values)
+    answer = run.callbacks.report(run.world, name, report)
+    state.history.logged |= answer.logged
+    logged = {f"logged/{key}": value for key, value in answer.logged.items()}
+    run.tracker.scalars(logged, step)
+    if not answer.go_on:
+        state.total_steps = step
 
 
 def build_rate(run: Run) -> Callable[[int], float]:
@@ -487,13 +513,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if patience is not None and stopping.has_lost_patience(run.resolved, state):
         tracker.say(stopping.format_patience(patience, run.task, history))
     if not is_repeated:
-        reporting.report_to_program(
-            run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-        )
-    reporting.report_to_program(
-        run.resolved,
-        state,
-        run.callbacks,
+        report_to_program(run, "on_evaluation", metrics=metrics, best=is_best)
+    report_to_program(
+        run,
         "on_epoch",
         metrics=metrics,
         best=is_best,
@@ -648,10 +670,7 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
     run.tracker.say(format_titled(title, text), GREEN)
     run.tracker.print_lines(dict(other_lines))
     run.tracker.close()
-    run.loader.close()
-    run.forward.close()
-    run.steps.close()
-    run.strategy.close()
+    run.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
         # Rank 0's loggers may take minutes to upload their last values. So the ranks use
         # `wait_for`, which has a longer timeout than the recipe's.

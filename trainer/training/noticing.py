@@ -53,16 +53,6 @@ def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
         noticed.classes = [*noticed.classes, counts][-2:]
 
 
-def note_undefined_metric(task: Task, noticed: Noticed, value: float, epoch: int) -> None:
-    """Warn if the metric that chooses the best epoch is NaN. A loss has warnings of its own."""
-    if math.isnan(value) and task.metric != "loss":
-        noticed.lasting["metric"] = (
-            f"val_{task.metric} is not a number in epoch {epoch + 1}, which cannot be the best: it "
-            "is undefined for these held-out images, or the outputs are not finite; task.metric= "
-            "chooses another metric"
-        )
-
-
 def watch_ranks(
     resolved: Resolved, noticed: Noticed, step: int, steps: int, ranks: Sequence[Sequence[float]]
 ) -> None:

@@ -6,10 +6,9 @@ The reports are logged values, calls of the user's callbacks, printed lines, and
 import platform
 import shlex
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
 
 import torch
 import torchvision
@@ -26,13 +25,6 @@ from trainer.tasks.task import figure
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.readable import format_duration, format_number, format_size
 from trainer.training.banner import compute_shares
-from trainer.training.callbacks import (
-    Callbacks,
-    EpochReport,
-    EvaluationReport,
-    ProgramReport,
-    StepReport,
-)
 from trainer.training.evaluation import WORST, strip_prefix
 from trainer.training.observer import ModelFacts, Observer
 from trainer.training.results import Result
@@ -42,12 +34,6 @@ from trainer.versions import VERSION
 
 # Maximum number of suggestions that the end of a run prints. `runs show` prints all of them.
 SUGGESTIONS = 3
-# Type of the report to each callback.
-REPORTS: dict[str, Callable[..., ProgramReport]] = {
-    "on_step": StepReport,
-    "on_evaluation": EvaluationReport,
-    "on_epoch": EpochReport,
-}
 # Keys of the earlier result that are kept if a resumed run has no step left to train.
 KEPT_KEYS = (
     "throughput",
@@ -115,26 +101,6 @@ def log_step(
     tracker.scalars(values | state.strategy.figures(), position.step)
 
 
-def report_to_program(
-    resolved: Resolved, state: TrainState, callbacks: Callbacks, name: str, **values: Any
-) -> None:
-    """Call the program's callback `name`, log its values, and let it end the run. Collective.
-
-    `values` are the fields of the callback's report, except those of every report.
-    """
-    step, epoch, step_in_epoch = state.position
-    # At the end of an epoch, the position is that of the next.
-    if step_in_epoch:
-        epoch += 1
-    report = REPORTS[name](epoch=epoch, step=step, seconds=state.seconds(), **values)
-    answer = callbacks.report(resolved.world, name, report)
-    state.history.logged |= answer.logged
-    logged = {f"logged/{key}": value for key, value in answer.logged.items()}
-    resolved.tracker.scalars(logged, step)
-    if not answer.go_on:
-        state.total_steps = step
-
-
 def compute_speed(samples_per_step: float, steps: int, seconds: float) -> float | None:
     """Return the images per second of all devices in `steps` steps; None without any time."""
     if seconds:
@@ -160,16 +126,6 @@ def _compute_mfu(model: ModelFacts, samples_per_sec: float) -> float | None:
     if model.peak_flops is None:
         return None
     return samples_per_sec * model.training_flops / model.peak_flops
-
-
-def build_epochs_csv_row(state: TrainState, speed: float | None) -> dict[str, Any]:
-    """Return the row of epochs.csv for the last evaluation."""
-    evaluation = dict(state.history.evaluations[-1])
-    row: dict[str, Any] = {name: evaluation.pop(name) for name in ("epoch", "step", "train_loss")}
-    row["seconds"] = round(state.seconds(), 3)
-    row["lr"] = state.lr
-    row["samples_per_sec"] = "" if speed is None else float(f"{speed:.6g}")
-    return row | {f"val_{name}": value for name, value in evaluation.items()}
 
 
 def build_epoch_row(

@@ -87,6 +87,13 @@ class Run:
         # `loop.note_skipped` has already added to the history.
         self.counted = torch.zeros(2, dtype=torch.int64)
 
+    def close(self) -> None:
+        """Stop the processes that read images, and free the graphs and the mode."""
+        self.loader.close()
+        self.forward.close()
+        self.steps.close()
+        self.strategy.close()
+
 
 def create_steps(strategy: Strategy, updater: Updater) -> EagerSteps:
     """Return the object that computes the steps of a run.

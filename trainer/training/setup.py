@@ -29,6 +29,7 @@ from trainer.distributed.world import World
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError, TrainerError
 from trainer.launch import endings
+from trainer.models.blocks import count_parameters
 from trainer.models.inputs import add_pretrained_input
 from trainer.models.norms import check_alone, list_training_norms
 from trainer.models.shapes import copy_to_meta
@@ -346,7 +347,7 @@ def collect_model_facts(model: nn.Module, resolved: Resolved, data: Datasets) ->
             line = f"emulated, slowly, by {list_some(emulating, 8)}: use precision=fp16 or fp32"
         lines[recipe.precision] = line
     peak, flops = compute_utilisation_base(model, data, cards)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    size = count_parameters(model)
     return ModelFacts(size, bool(list_training_norms(model)), lines, flops, peak)
 
 

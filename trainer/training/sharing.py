@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from trainer.data.sampling import compute_span
-from trainer.distributed.world import World
 from trainer.memory.device import peak_memory, total_memory
 from trainer.memory.needs import count_fitting_images
-from trainer.recipe import Recipe
 from trainer.recipe.shares import count_units, divide_within_limits
 from trainer.training.observer import Observer
 from trainer.training.state import Resolved, TrainState
@@ -46,7 +44,15 @@ def choose_rows(
 
     def divide(speeds: Sequence[float]) -> list[int]:
         """Return each rank's rows in proportion to its speed, limited by its memory. Collective."""
-        capacity = _count_fitting_images(recipe, world, rows[world.rank])
+        # On CPUs the global batch size is no limit, because all ranks use the same memory.
+        capacity = recipe.batch_size
+        if world.device.type == "cuda":
+            # Extrapolate from the memory that the present rows have needed.
+            memory = total_memory(world.device)
+            resident = torch.cuda.memory_allocated(world.device)
+            peak = peak_memory(world.device)
+            own_rows = rows[world.rank]
+            capacity = count_fitting_images(memory, world.sharing(), resident, peak, own_rows)
         capacities = world.broadcast_object(world.gather(capacity))
         most = [max(pair) // together for pair in zip(capacities, rows, strict=True)]
         numbers = divide_within_limits(count_units(recipe), speeds, least, most)
@@ -79,17 +85,3 @@ def choose_rows(
     )
     resolved.tracker.journal.notice(f"step {state.position.step}: shares {shares}")
     return new_rows
-
-
-def _count_fitting_images(recipe: Recipe, world: World, rows: int) -> int:
-    """Return the number of images of a micro-batch that fit this rank's device.
-
-    The number is extrapolated from the memory that `rows` images needed. On a CPU the result is the
-    global batch size, which is no limit, because all ranks use the same memory.
-    """
-    device = world.device
-    if device.type != "cuda":
-        return recipe.batch_size
-    resident = torch.cuda.memory_allocated(device)
-    peak = peak_memory(device)
-    return count_fitting_images(total_memory(device), world.sharing(), resident, peak, rows)

@@ -21,7 +21,6 @@ from tests import warm
 from tests.command_line import BARE, environment, result, trainer
 from tests.commands.trials.stand_in import SMALL
 from trainer.__main__ import answer
-from trainer.commands.trials import engine
 from trainer.commands.trials.engine import (
     TrialEngine,
     TrialFailed,
@@ -30,6 +29,7 @@ from trainer.commands.trials.engine import (
     find_failure,
 )
 from trainer.errors import FolderInUseError, Interrupted
+from trainer.saving.locks import lock_folder
 
 COMPARE = [
     "compare",
@@ -125,8 +125,9 @@ def test_a_folder_of_something_else_or_in_use_is_left_alone(
     }
     assert not machine.ran
     (tmp_path / "out/result.json").unlink()
-    with engine.choose_folder("out", Path("x"), "run", Path.exists):
-        assert answer(words) == 8 and "in use" in capsys.readouterr().err
+    lock = lock_folder(Path("out"), "run")
+    assert answer(words) == 8 and "in use" in capsys.readouterr().err
+    os.close(lock)
 
 
 def living(folder):

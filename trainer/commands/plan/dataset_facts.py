@@ -8,12 +8,11 @@ from torch import nn
 
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
-from trainer.data.archives.opening import exist
+from trainer.data.archives.opening import shards_of
 from trainer.data.items import name_by_number
 from trainer.data.sets import CLASS
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, SetupError
 from trainer.models.inputs import add_pretrained_input
-from trainer.models.zoo import check_train_size
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
@@ -77,11 +76,9 @@ class DatasetFacts:
         If `starting` is true, the weights that the recipe starts from are loaded.
         """
         task = self.task(recipe)
-        model = build_for_sizes(recipe, task, self.channels, self.size, self.plain, starting)
-        if self.train_size:
-            key = f"model.name={recipe.model.name}"
-            check_train_size(model, key, self.channels, self.train_size)
-        return model
+        return build_for_sizes(
+            recipe, task, self.channels, self.size, self.plain, starting, self.train_size
+        )
 
 
 def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
@@ -165,6 +162,9 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
 
 
 def _is_here(data_name: str, root: str) -> bool:
-    if data_name == "shards":
-        return exist(root)
-    return Path(root).expanduser().is_dir()
+    if data_name != "shards":
+        return Path(root).expanduser().is_dir()
+    try:
+        return bool(shards_of(root))
+    except SetupError:
+        return False

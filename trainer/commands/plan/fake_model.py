@@ -24,8 +24,8 @@ from trainer.memory.measuring import (
     Pass,
     Resident,
     count_bytes,
+    count_saved_buffers,
     measure_pass,
-    measure_resident,
 )
 from trainer.memory.needs import compute_unit_sizes
 from trainer.memory.prediction import StagedModel
@@ -150,7 +150,13 @@ class FakeModel:
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
             state = count_bytes(*name_optimizer_state(optimizer, parameters).values())
-        return measure_resident(module, state, self.recipe.ema is not None)
+        weights = count_bytes(*parameters.values())
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        ema = 0
+        if self.recipe.ema is not None:
+            ema = weights + count_saved_buffers(module)
+        buffers = count_bytes(*module.buffers())
+        return Resident(weights, count_bytes(*trained), state, ema, buffers)
 
     @cached_property
     def teacher(self) -> int:

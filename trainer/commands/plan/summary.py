@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch import nn
-
 from trainer.commands.plan import forecast, memory_keys, speed_probe
 from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 from trainer.commands.plan.fake_model import Cut, FakeModel
@@ -19,6 +17,7 @@ from trainer.data import DataShare, count_steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
 from trainer.memory.prediction import assess, disk, fullest, on_host
+from trainer.models.blocks import count_parameters
 from trainer.optim.optimization import count_total_steps
 from trainer.processes.torch_context import plain_context
 from trainer.recipe import Recipe, format_arguments
@@ -98,7 +97,7 @@ def summarize(
         "devices": list(layout.devices),
         "model": {
             "name": recipe.model.name,
-            "parameters": _count_parameters(fake.model),
+            "parameters": count_parameters(fake.model),
             "forward_flops_per_image": flops,
             "precision": recipe.precision,
         },
@@ -140,10 +139,6 @@ def summarize(
     }
 
 
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     total_flops = sum(stage.flops for stage in cut.stages)
     stages = []
@@ -152,7 +147,7 @@ def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
         stages.append(
             {
                 "device": layout.devices[holder],
-                "parameters": _count_parameters(module),
+                "parameters": count_parameters(module),
                 "forward_flops": stage.flops,
                 "flops_share": stage.flops / total_flops,
                 "sent_bytes": stage.sent,

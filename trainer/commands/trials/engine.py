@@ -16,6 +16,7 @@ false and the trial's arguments have changed. A trial that failed or was stopped
 finite does not run again, because it would fail again.
 """
 
+import itertools
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from trainer.processes.interrupts import stop_between_runs
 from trainer.recipe import list_some
 from trainer.recipe.loading import load_stored
 from trainer.saving.files import Json, read, read_json_or_empty, report_write_errors, write_json
-from trainer.saving.locks import choose_folder
+from trainer.saving.locks import lock_folder
 from trainer.saving.steps_file import read_steps
 
 AGAIN = "the same command resumes it"
@@ -339,9 +340,18 @@ def claim_folder(
             return FolderInUseError(line)
         return RecipeError(f"resume=auto: {line}")
 
-    with choose_folder(output, default, kind, find_refusal) as path:
-        # Check under the lock: another process may have written files before, and `choose_folder`
-        # does not check a folder that the user typed.
+    path = default
+    if output:
+        path = Path(output).expanduser()
+    else:
+        for number in itertools.count(2):
+            if not find_refusal(path):
+                break
+            path = default.with_name(f"{default.name}-{number}")
+    lock = lock_folder(path, kind)
+    try:
+        # Check under the lock: another process may have written files before, and a folder that
+        # the user typed was not checked yet.
         error = find_refusal(path)
         if error:
             raise error
@@ -354,6 +364,8 @@ def claim_folder(
             again = f"output={path} resume=auto resumes it"
         with stop_between_runs(f"what was done is kept; {again}"):
             yield path
+    finally:
+        os.close(lock)
 
 
 def _find_changed_keys(previous: Json, asked: Json, free: Collection[str]) -> list[str]:

@@ -461,11 +461,3 @@ def part_of(path: str) -> str | None:
     *folders, name = path.split("/")
     words = (*re.split(r"[^a-z]+", name.lower()), *reversed(folders))
     return next(filter(None, map(part_named, words)), None)
-
-
-def exist(root: str) -> bool:
-    """Return whether `data.root` names shards on this machine."""
-    try:
-        return bool(shards_of(root))
-    except SetupError:
-        return False

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data import Datasets, ImageSet, TensorSet
+from trainer.data import Datasets
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cache_blocks import Prepared
 from trainer.data.cache.stored import (
@@ -83,7 +83,7 @@ def cached(
         SetupError, DiskFullError, PeerError: the cache cannot be built.
     """
     options = recipe.data
-    if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
+    if options.cache == "off" or data.is_in_memory:
         # If a run that started with a cache is resumed without it, it must see the same pixels.
         return as_stored(data, recipe), recipe
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):

@@ -33,6 +33,10 @@ CASES = {
     "pipeline of more "
     "stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
     "fsdp": f"mode=fsdp {SHARDED}",
+    "fsdp with graphs": (
+        "mode=fsdp model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 "
+        "graphs=true data.samples=192"
+    ),
     "fsdp on the host": f"mode=fsdp fsdp.offload=true {SHARDED}",
     "local_sgd on one "
     "card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
@@ -52,6 +56,7 @@ ALLOWED = {
         ("H2D", "modes/flattening.py unflatten_into"),
     },
     "fsdp": OF_SHARDS,
+    "fsdp with graphs": OF_SHARDS,
     # The host waits for the gradients that it works on: in torch, and for what else is on its way.
     "fsdp on the host": OF_SHARDS
     | {

@@ -62,6 +62,9 @@ def test_units_are_blocks_that_are_called_and_share_nothing():
         ("fsdp.offload=true precision=bf16", 2, None),
         ("fsdp.offload=true precision=fp16", 2, r"fsdp\.offload=true.*precision=bf16"),
         ("fsdp.offload=true", 1, r"fsdp\.offload=true.*nproc=2"),
+        ("graphs=true", 2, None),
+        ("fsdp.offload=true graphs=true", 2, r"graphs=true.*fsdp\.offload=false"),
+        ("fsdp.offload=true graphs=auto", 2, None),
     ],
 )
 def test_shards_divide_the_processes_and_the_host_holds_those_of_several(words, processes, told):

@@ -35,7 +35,7 @@ def compare_on_the_host(order: Order, *given: Any) -> None:
         compare_order(order, *given)
 
 
-Order.compare = compare_on_the_host  # type: ignore[method-assign]
+Order.compare = compare_on_the_host  # type: ignore[assignment, method-assign]
 # The models are small, and have about a dozen buckets of these sizes.
 gradient_buckets.FIRST_BUCKET = 64
 gradient_buckets.BUCKET = 1024

@@ -54,6 +54,9 @@ from trainer.telemetry.clocks import synchronise
 class FullyShardedDataParallel(Strategy):
     """A model that torch's `fully_shard` shards: each unit of `find_units`, then the root.
 
+    With CUDA graphs, a captured pass contains its collectives. A replay runs none of torch's Python
+    code, so each pass, eager or captured, starts and ends with all units sharded.
+
     The shards are in fp32. The class needs several ranks. With one rank, mode `fsdp` uses the class
     `Strategy`.
     """
@@ -223,7 +226,8 @@ class FullyShardedDataParallel(Strategy):
         weight: float,
         sync: bool,
     ) -> tuple[Callable[[], None], Tensor]:
-        # Replays must add to the memory of earlier gradients, and torch adds to a DTensor's.
+        # Torch adds the gradients of a pass to those of the DTensors. Replays must add to the
+        # memory that the capture of the first pass has allocated, so the DTensors get it back.
         for name, parameter in self.sharded.items():
             gradient = self._local[name].grad
             if gradient is not None:
@@ -244,9 +248,9 @@ class FullyShardedDataParallel(Strategy):
             self.reduce_gradients()
 
     def _abort_pass(self) -> None:
-        """Drop gathered weights, their gradients, and events of a capture that failed.
+        """Drop gathered weights, their gradients, and the events of a capture that failed.
 
-        Waiting for such an event is an error, so torch's own `reset_iter_state` fails.
+        Torch's own `reset_iter_state` would wait for these events, which is an error.
         """
         units: list[Any] = [*self._sharded_modules()]
         # All units share one context: its streams, events and buffers are created again.

@@ -372,14 +372,15 @@ def test_matrices_in_shards_over_nccl(offload, tmp_path):
     [["data.samples=32"], ["data.samples=160", "max_steps=8", "graphs=true"]],
     ids=["eager", "replayed"],
 )
-def test_gradients_of_several_messages_over_nccl(more, tmp_path):
-    """ViT-B/16: 330 MB of gradients, which are sent in a dozen buckets."""
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_gradients_of_several_messages_over_nccl(mode, more, tmp_path):
+    """ViT-B/16: 330 MB of gradients, which are sent in a dozen buckets or units."""
     # The events contain the gradient norms.
     words = [word for word in BIG if word != "logging.tensorboard=false"]
     words += ["model.name=vit_b_16", "batch_size=16", "save.every_epochs=1", "ema=0.9"]
     words = latest(*words, *more)
     ok(*words, f"output={tmp_path / 'single'}", env=FULL_FP32)
-    over_nccl(tmp_path / "run", [*words[1:], "mode=ddp"], 2)
+    over_nccl(tmp_path / "run", [*words[1:], f"mode={mode}"], 2)
     assert_same(tmp_path / "run", tmp_path / "single")
     way = "replayed" if "graphs=true" in more else "launched"
     assert result(tmp_path / "run")["graphs"] == way

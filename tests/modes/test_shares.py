@@ -297,9 +297,10 @@ def test_measured_shares_are_kept_for_a_resumed_run(unlike, reference):
     assert_same_training(run, reference)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("option", ["sync_bn", "graphs"])
-def test_ranks_that_wait_for_each_other_in_a_pass_cannot_be_timed(option):
-    words = ["mode=ddp", f"{option}=true"]
+def test_ranks_that_wait_for_each_other_in_a_pass_cannot_be_timed(option, mode):
+    words = [f"mode={mode}", f"{option}=true"]
     with pytest.raises(RecipeError, match=f"{option}=false"):
         check_shares(load(None, *words, "shares=auto"), 2)
     check_shares(load(None, *words, "shares=[3,1]"), 2)

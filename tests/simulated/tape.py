@@ -9,6 +9,8 @@ As with real graphs:
   rubbish. It sends nothing to other ranks.
 - Python's numbers are constants, and so is a tensor that the host makes meanwhile.
 - An address is one, whatever becomes of the tensor that had it.
+- A storage that is resized, as those of FSDP's gathered weights, gets other memory. A replay uses
+  the memory that it had in the recording, whatever memory the storage has by then.
 - All recordings of a recorder share one pool: memory that nobody held when its recording ended, or
   when a later one began, is rubbish after a replay of that.
 - Waits of the host for the device cannot be recorded, nor draws of Python's and NumPy's generators.
@@ -22,13 +24,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -41,6 +44,8 @@ from trainer.devices.cuda_graphs import NotCapturable, host_random_states, resto
 from trainer.distributed.peers import translate_peer_errors
 
 aten = torch.ops.aten
+resize_storage = torch.UntypedStorage.resize_
+wait_for_work = Work.wait
 WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # These functions call no operator.
 EMPTY = {
@@ -89,6 +94,17 @@ def _unsent(func: Any, args: Any) -> Any:
     future.set_result(None)
     work = torch._C._distributed_c10d._create_work_from_future(future).boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def spoil(memory: torch.UntypedStorage) -> None:
+    """Fill memory with what is NaN in every floating type."""
+    torch.empty(0, dtype=torch.uint8).set_(memory).fill_(0xFF)  # type: ignore[call-overload]
+
+
+def wait_without_modes(work: Work, *given: Any) -> Any:
+    """Wait for a collective. Then gloo copies what it has reduced, which NCCL does not do."""
+    with without_modes():
+        return wait_for_work(work, *given)
 
 
 def waits(func: Any) -> bool:
@@ -151,12 +167,18 @@ class Pool:
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}
+        # For a resized storage, the memory of replays: other bytes than those of the storage.
+        self.resized: dict[int, torch.UntypedStorage] = {}
         self._kept: list[Tensor] = []
         self._aliases: Counter[int] = Counter()
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Another tensor at this address, whatever the first one is given later."""
         kept = tensor.detach()
+        if key_of(tensor) in self.resized:
+            memory = self.resized[key_of(tensor)]
+            layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+            kept = torch.empty(0, dtype=tensor.dtype).set_(memory, *layout)  # type: ignore[call-overload]
         self._kept.append(kept)  # Captures that fail are kept, too.
         self._aliases[key_of(kept)] += 1
         return kept
@@ -173,7 +195,7 @@ class Pool:
 
     def spoil(self, keys: list[int]) -> None:
         for key in keys:
-            whole(self.made[key]).fill_(0xFF)  # NaN in every floating type
+            spoil(self.made[key].untyped_storage())
 
 
 class Recording(Watch):
@@ -197,6 +219,35 @@ class Recording(Watch):
         self.made: dict[int, None] = {}
         self.outside: set[int] = set()  # other memory that it uses
         self.weak: Any = lambda: None  # see `result`
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Any:
+        patches = [
+            (torch.UntypedStorage, "resize_", lambda storage, size: self._resize(storage, size)),
+            (Work, "wait", wait_without_modes),
+        ]
+        for owner, attribute, value in patches:
+            self._patches.enter_context(mock.patch.object(owner, attribute, value))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> Any:
+        """Allocate or free the memory of a storage, here and in replays."""
+        with without_modes():
+            key = int(storage._cdata)
+            if size:
+                assert not storage.size(), "memory from before a recording changes its size"
+                self.pool.resized[key] = torch.UntypedStorage(size)
+            else:
+                assert key in self.pool.resized, "memory from before a recording is freed"
+            memory = self.pool.resized[key]
+            self.operations.append((spoil, [memory], {}, []))
+            if not size:
+                del self.pool.resized[key]
+            return resize_storage(storage, size)
 
     @staticmethod
     def _refuse(what: str) -> None:
@@ -209,6 +260,8 @@ class Recording(Watch):
         known_names = {key_of(tensor) for tensor in inputs}
         with without_modes():
             for tensor in inputs:
+                if key_of(tensor) in self.pool.resized:
+                    continue
                 if key_of(tensor) not in self.made and key_of(tensor) not in self._before:
                     self._before[key_of(tensor)] = whole(tensor), whole(tensor).clone()
                     self.outside.add(key_of(tensor))
@@ -243,6 +296,7 @@ class Recording(Watch):
             for memory, copy in self._before.values():
                 memory.copy_(copy)
             self._before.clear()
+            self.pool.resized.clear()
             free = set(self.pool.free())
             self.lost = [key for key in self.made if key in free]
             self.pool.spoil([*self.made])
@@ -259,9 +313,10 @@ class Recording(Watch):
             if func in EMPTY:
                 continue
             made = func(*args, **kwargs)
-            if func.namespace == "c10d":
+            if func is not spoil and func.namespace == "c10d":
+                work = made[-1] if isinstance(made, list | tuple) else made
                 with translate_peer_errors():
-                    made[-1].wait()
+                    work.wait()
             for (target, fresh), computed in zip(outs, tensors_in(made), strict=True):
                 if fresh:
                     target.copy_(computed)

@@ -476,6 +476,10 @@ RANKS = {
         f"clip_grad_norm=0.5 {ADAMW}",
         4,
     ),
+    "fsdp": (
+        f"mode=fsdp accumulate=2 ema=0.9 clip_grad_norm=0.5 evaluate.every_steps=3 {ADAMW}",
+        4,
+    ),
 }
 FOUR_STAGES = "mode=pipeline model.name=cnn pipeline.cuts=['1','4','7'] pipeline.microbatches=4"
 MORE_RANKS = {
@@ -512,6 +516,16 @@ MORE_RANKS = {
     "pipeline, dualpipev": (f"{FOUR_STAGES} pipeline.schedule=dualpipev optimizer.name=muon", 2),
     "pipeline, measured": (f"{FOUR_STAGES} pipeline.schedule=measured {SGD}", 2),
     "local_sgd, fp16": ("mode=local_sgd model.name=mlp precision=fp16 batch_size=16", 2),
+    "fsdp, three passes": (f"mode=fsdp accumulate=3 batch_size=12 fsdp.reshard=false {SGD}", 2),
+    "fsdp, an evaluation before the capture": (f"mode=fsdp ema=0.9 {SGD}", 5),
+    "fsdp, bf16": (f"mode=fsdp precision=bf16 clip_grad_norm=1 {ADAMW}", 2),
+    "fsdp, fp16, unequal": ("mode=fsdp model.name=mlp precision=fp16 batch_size=9 ema=0.9", 2),
+    "fsdp, recompute": (
+        f"mode=fsdp model.name=cnn recompute=true sync_bn=true accumulate=2 {SGD}",
+        2,
+    ),
+    "fsdp, muon": (f"mode=fsdp model.name=cnn {MUON}", 2),
+    "fsdp, shares": ("mode=fsdp shares=[3,1] accumulate=2 model.name=mlp precision=bf16", 2),
 }
 
 
@@ -571,13 +585,32 @@ def test_if_one_rank_gives_up_all_ranks_run_eagerly_with_a_message(
     assert (len(replays) == 2 and replays[0] == replays[1] > 2) if has_replayed else replays == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_do_not_capture_copies_of_buffers(mode, tmp_path):
+    base = [word for word in BASE.split() if not word.startswith("devices=")]
+    words = latest(*base, "model.name=expanded", f"mode={mode}", "nproc=2", "graphs=true")
+    refused = trainer(*words, "plugin=tests.simulated.tape_plugin", f"output={tmp_path / 'run'}")
+    assert refused.returncode == 2 and "buffers" in refused.stderr
+    assert "graphs=false" in refused.stderr
+
+
 NEVER = 1000  # steps before one is captured, in a run of fewer steps
 
 
 @pytest.mark.full("four ranks")
-def test_four_ranks_replay_what_they_launch(tmp_path):
-    """The sums of four ranks depend on their buckets, so the eager run has the same ones."""
-    words = f"mode=ddp nproc=4 accumulate=2 sync_bn=true model.name=cnn ema=0.9 {ADAMW}"
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "ddp sync_bn=true model.name=cnn accumulate=2",
+        "fsdp fsdp.shards=2 accumulate=3 batch_size=12 clip_grad_norm=0.5",
+    ],
+)
+def test_four_ranks_replay_what_they_launch(mode, tmp_path):
+    """The sums of four ranks depend on their buckets, and those of replicas of shards on the passes
+    in which they meet, so the eager run has the same ones.
+    """
+    words = f"mode={mode} nproc=4 ema=0.9 {ADAMW}"
     eager, none = commanded(words, "true", NEVER, tmp_path)
     played, replays = commanded(words, "true", 2, tmp_path)
     assert differences(eager, played) == [] and none == []
@@ -648,15 +681,49 @@ RANK_MUTANTS = {
 }
 
 
-@pytest.mark.slow(cases=["the sum is not captured"])
-@pytest.mark.parametrize("name", RANK_MUTANTS)
+SHARD_MUTANTS = {
+    "the weights are not gathered": (
+        "from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather\n"
+        "plain = DefaultAllGather.__call__\n"
+        "def gather(*given, **named):\n"
+        "    return None if cuda_graphs.is_capturing else plain(*given, **named)\n"
+        "DefaultAllGather.__call__ = gather\n"
+    ),
+    "one rank's gradients are captured wrong": (
+        "import os\n"
+        "from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter\n"
+        "plain = DefaultReduceScatter.__call__\n"
+        "def scatter(self, output_tensor, input_tensor, **given):\n"
+        "    if cuda_graphs.is_capturing and os.environ['RANK'] == '1':\n"
+        "        input_tensor.mul_(0.5)\n"
+        "    return plain(self, output_tensor, input_tensor, **given)\n"
+        "DefaultReduceScatter.__call__ = scatter\n"
+    ),
+    "gradients of the first pass are forgotten": (
+        "from trainer.modes.fsdp import DTensor\n"
+        "plain = DTensor.from_local\n"
+        "DTensor.from_local = lambda rows, *given, **named: plain(rows.clone(), *given, **named)\n"
+    ),
+}
+
+
+def mutated(words, mutant, folder):
+    """Return the results of two eager ranks, and of ranks that replay with a mutant."""
+    (folder / "mutant.py").write_text("import tests.simulated.tape_plugin\n" + CAPTURED + mutant)
+    eager, _ = commanded(words, "false", 0, folder)
+    played, replays = commanded(words, "true", 2, folder, plugin="mutant")
+    return eager, played, replays
+
+
+@pytest.mark.slow(cases=["the sum is not captured", "the weights are not gathered"])
+@pytest.mark.full(
+    cases=["one rank's gradients are captured wrong", "gradients of the first pass are forgotten"]
+)
+@pytest.mark.parametrize("name", RANK_MUTANTS | SHARD_MUTANTS)
 def test_ranks_launch_if_a_replay_sums_something_else(name, tmp_path):
-    (tmp_path / "mutant.py").write_text(
-        "import tests.simulated.tape_plugin\n" + CAPTURED + RANK_MUTANTS[name]
-    )
-    words = f"mode=ddp accumulate=2 {SGD}"
-    eager, _ = commanded(words, "false", 0, tmp_path)
-    played, _ = commanded(words, "true", 2, tmp_path, plugin="mutant")
+    mode = "ddp" if name in RANK_MUTANTS else "fsdp"
+    mutant = (RANK_MUTANTS | SHARD_MUTANTS)[name]
+    eager, played, _ = mutated(f"mode={mode} accumulate=2 {SGD}", mutant, tmp_path)
     assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
     assert ("memory" if "memory" in name else "another step") in played.output
 
@@ -703,3 +770,44 @@ def test_stages_launch_if_a_call_is_not_captured_or_not_replayed(name, tmp_path)
     played, _ = commanded(words, "true", 2, tmp_path, plugin="mutant")
     assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
     assert reason in played.output
+
+
+@pytest.mark.slow
+def test_weights_that_an_evaluation_has_gathered_are_gathered_again(tmp_path):
+    """Without the end of a pass, the next evaluation would use them, and nothing would say so."""
+    words = f"mode=fsdp epochs=1 data.samples=80 evaluate.every_steps=4 {SGD}"
+    mutant = "from trainer.modes import fsdp\nfsdp.end_pass = lambda root: None\n"
+    eager, stale, replays = mutated(words, mutant, tmp_path)
+    assert min(replays) > 5 and any("val_loss" in line for line in differences(eager, stale))
+    played, replays = commanded(words, "true", 3, tmp_path)
+    assert min(replays) > 5 and differences(eager, played) == []
+
+
+FAILS_AT = (
+    "import os, torch\n"
+    "from torch.distributed.fsdp._fully_shard._fsdp_collectives import Default{0} as Collective\n"
+    "plain, calls = Collective.__call__, []\n"
+    "def call(*given, **named):\n"
+    "    if cuda_graphs.is_capturing:\n"
+    "        calls.append(None)\n"
+    "        if len(calls) == {1}:\n"
+    "            raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    "    return plain(*given, **named)\n"
+    "Collective.__call__ = call\n"
+)
+
+
+@pytest.mark.full(cases=["AllGather-3", "ReduceScatter-1", "ReduceScatter-7"])
+@pytest.mark.slow(cases=["ReduceScatter-2"])
+@pytest.mark.parametrize(
+    ("collective", "count"),
+    [("AllGather", 3), ("ReduceScatter", 1), ("ReduceScatter", 2), ("ReduceScatter", 7)],
+)
+def test_shards_of_a_pass_whose_capture_fails_are_those_of_a_launched_run(
+    collective, count, tmp_path
+):
+    """The capture fails within the forward pass, within the backward pass, and in a later pass."""
+    words = f"mode=fsdp accumulate=2 clip_grad_norm=0.5 {SGD}"
+    eager, played, replays = mutated(words, FAILS_AT.format(collective, count), tmp_path)
+    assert differences(eager, played) == [] and replays == []
+    assert "memory" in played.output and result(played.folder)["graphs"] == "launched"

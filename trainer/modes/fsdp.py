@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.data import Batch
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError
@@ -52,6 +54,9 @@ from trainer.telemetry.clocks import synchronise
 class FullyShardedDataParallel(Strategy):
     """A model that torch's `fully_shard` shards: each unit of `find_units`, then the root.
 
+    With CUDA graphs, a captured pass contains its collectives. A replay runs none of torch's Python
+    code, so each pass, eager or captured, starts and ends with all units sharded.
+
     The shards are in fp32. The class needs several ranks. With one rank, mode `fsdp` uses the class
     `Strategy`.
     """
@@ -75,6 +80,14 @@ class FullyShardedDataParallel(Strategy):
             self._receive(layer.parameters())
         self._receive(model.buffers())
         self._broadcasts = read_in_training(model)
+        if self.captures_exchange:
+            if self._broadcasts:
+                raise RecipeError(
+                    f"model.name={self.recipe.model.name} has buffers that a pass may read, so "
+                    "ranks copy them before it, which is not captured: set graphs=false"
+                )
+            # A replay runs no hook between a block and the wait for the weights of the next one.
+            self.forward_watch = None
         if self.recipe.sync_bn:
             synchronise_batch_norm(model)
         self.module = model
@@ -197,12 +210,62 @@ class FullyShardedDataParallel(Strategy):
             if self._broadcasts:
                 self.broadcast_buffers({})
             # Torch sums gradients over the shards in every pass, but over replicas only on demand.
+            # Between passes it keeps a sum over the shards in Python, where no replay finds it.
             if self.world.grid.size("replicas") > 1:
-                next(self._sharded_modules()).set_requires_all_reduce(sync)
+                reduces = sync or self.captures_exchange
+                next(self._sharded_modules()).set_requires_all_reduce(reduces)
             loss = super().forward_backward(batch, weight, sync)
             used = [name for name, p in self.sharded.items() if p.grad is not None]
             self.order.end_pass(used)
             return loss
+
+    def record_pass(
+        self,
+        recorder: StepRecorder,
+        batch: Batch,
+        weight: float,
+        sync: bool,
+    ) -> tuple[Callable[[], None], Tensor]:
+        # Torch adds the gradients of a pass to those of the DTensors. Replays must add to the
+        # memory that the capture of the first pass has allocated, so the DTensors get it back.
+        for name, parameter in self.sharded.items():
+            gradient = self._local[name].grad
+            if gradient is not None:
+                parameter.grad = DTensor.from_local(
+                    gradient,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+        try:
+            return super().record_pass(recorder, batch, weight, sync)
+        except NotCapturable:
+            self._abort_pass()
+            raise
+        finally:
+            # Torch would add the gradient of an eager pass to those that stay with the DTensors.
+            self.reduce_gradients()
+
+    def _abort_pass(self) -> None:
+        """Drop gathered weights, their gradients, and the events of a capture that failed.
+
+        Torch's own `reset_iter_state` would wait for these events, which is an error.
+        """
+        units: list[Any] = [*self._sharded_modules()]
+        # All units share one context: its streams, events and buffers are created again.
+        units[0]._get_fsdp_state()._comm_ctx.lazy_init(self.device)
+        for unit in units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group:
+                group._all_gather_result = None
+                group._post_reduce_event = None
+                group._all_reduce_state = None
+                for parameter in group.fsdp_params:
+                    # A unit that no pass has used has never been gathered.
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        end_pass(self.module)
 
     def _refuse(self, reason: str) -> RecipeError:
         return refuse_sharding(f"model.name={self.recipe.model.name}", reason)
@@ -254,9 +317,9 @@ class FullyShardedDataParallel(Strategy):
         finally:
             # Units that are not resharded after their forward pass, such as the root's, keep their
             # gathered weights until a backward pass. Without this call, the next training pass
-            # would use the gathered averages.
-            for unit in self._sharded_modules():
-                unit.reshard()
+            # would use the gathered averages. With CUDA graphs, the next evaluation would use the
+            # weights of this one, because a replay changes shards without torch's knowledge.
+            end_pass(self.module)
             synchronise(self.readers)
             for (tensor, _), backup in zip(trained_values, backups, strict=True):
                 tensor.copy_(backup)
@@ -355,12 +418,18 @@ def shard_teacher(
         with _explain_errors(refuse):
             outputs: Tensor = model(inputs)
             order.end_pass()
-        # Torch keeps the state of a pass until its backward pass. A teacher has no backward pass,
-        # so the state is reset here.
-        model._get_fsdp_state()._root_post_backward_final_callback()
+        end_pass(model)
         return outputs
 
     return run
+
+
+def end_pass(root: Any) -> None:
+    """End a pass without a backward pass, until which torch keeps weights and the pass's state."""
+    state = root._get_fsdp_state()
+    # There may not have been any pass yet.
+    state._lazy_init()
+    state._root_post_backward_final_callback()
 
 
 @contextmanager

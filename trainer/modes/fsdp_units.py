@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from trainer.devices import cuda_graphs
 from trainer.models.blocks import list_blocks
 from trainer.models.given import has_hooks
 from trainer.models.recompute import checkpoint_forward, compile_call
@@ -149,6 +150,9 @@ class Order:
     compare a digest of all exchanges at the end of each pass whose number is a multiple of `every`,
     and whenever `compare` is called. If the digests differ, every rank raises the error that
     `refuse` returns.
+
+    Passes that are captured in a CUDA graph are not recorded: a capture exchanges nothing, and may
+    fail on one rank alone.
     """
 
     def __init__(
@@ -172,6 +176,8 @@ class Order:
 
     def end_pass(self, used: Sequence[str] = ()) -> None:
         """Record the end of a pass, and the names of the parameters that got a gradient in it."""
+        if cuda_graphs.is_capturing:
+            return
         self._passes += 1
         self._note(used, "end", self._passes % self._every == 0)
 
@@ -181,6 +187,8 @@ class Order:
         event: str,
         is_due: bool = False,
     ) -> None:
+        if cuda_graphs.is_capturing:
+            return
         history = self._digest, *names, event
         self._digest = zlib.crc32(repr(history).encode())
         if is_due or self._passes < FIRST_PASSES:

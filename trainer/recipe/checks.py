@@ -282,6 +282,11 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
             "graphs were not measured on several GPUs; graphs=true captures passes in which ranks "
             "exchange messages"
         )
+    if processes > 1 and recipe.traits.exchanges == "shards" and recipe.fsdp.offload:
+        return (
+            "fsdp.offload=true updates weights in host memory, which a CUDA graph cannot do; use "
+            "fsdp.offload=false, or graphs=false"
+        )
     return None
 
 

@@ -165,11 +165,7 @@ TRAITS = {
         processes="many",
         exchanges="shards",
         sections=("fsdp",),
-        refuses={
-            "probe": ONE_LAYER,
-            "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or "
-            "graphs=auto",
-        },
+        refuses={"probe": ONE_LAYER},
     ),
     "local_sgd": Traits(
         when=(

@@ -105,8 +105,8 @@ def check_shares(recipe: Recipe, processes: int) -> None:
             several processes have shares=auto and an option with which passes wait for each other.
     """
     if recipe.shares == "auto" and processes > 1:
-        # Replayed passes contain the exchange of gradients.
-        has_captured_exchange = recipe.graphs is True and recipe.traits.exchanges == "gradients"
+        # Replayed passes contain the exchange of gradients, and of weights in shards.
+        has_captured_exchange = recipe.graphs is True and recipe.traits.exchanges_in_passes
         waiting = (("sync_bn", recipe.sync_bn), ("graphs", has_captured_exchange))
         for option, is_on in waiting:
             if is_on:

@@ -196,7 +196,10 @@ def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedFor
     The pass replays a CUDA graph if the device, the mode and the recipe allow it.
     """
     recipe = strategy.recipe
-    refuses = "graphs" in recipe.traits.refuses or recipe.traits.staged
+    traits = recipe.traits
+    # A pass without a backward pass leaves the root's weights gathered, which is state of Python's,
+    # so evaluations of shards stay eager.
+    refuses = "graphs" in traits.refuses or traits.staged or traits.exchanges == "shards"
     allowed = recipe.graphs is not False and not refuses
     return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, allowed, say)
 

@@ -30,6 +30,7 @@ from tests.simulated.simcuda.functions import Functions, answers, index_of
 from tests.simulated.simcuda.kernels import Kernels
 from tests.simulated.simcuda.machine import Card, Machine
 from tests.simulated.simcuda.order import Event, Stream
+from tests.simulated.tape import wait_without_modes
 
 
 @contextmanager
@@ -73,6 +74,7 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
             "broadcast": on_its_stream(dist.broadcast, machine),
             "Reducer": _reducer(machine),
         },
+        dist.Work: {"wait": wait_without_modes},
         torch._C: {
             "_cuda_getDeviceCount": lambda: machine.count,
             "_cuda_endAllocateToPool": machine.graphs.end_allocating,

@@ -623,8 +623,12 @@ INTERRUPTIONS = 20
 @pytest.mark.full("a run that is killed twenty times")
 @pytest.mark.parametrize(
     "mode",
-    ["mode=ddp", f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=2"],
-    ids=["ddp", "pipeline"],
+    [
+        "mode=ddp",
+        "mode=fsdp",
+        f"mode=pipeline pipeline.schedule=1f1b {CUT} pipeline.microbatches=2",
+    ],
+    ids=["ddp", "fsdp", "pipeline"],
 )
 def test_ranks_that_are_killed_again_and_again_replay_what_they_launch(mode, tmp_path):
     words = f"{mode} accumulate=2 ema=0.9 data.samples=280 save.every_steps=3 save.keep=2"

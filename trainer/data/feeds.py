@@ -1,6 +1,7 @@
 """Feeds: sources of a loader's batches, either in memory or in files that workers read."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,9 +9,8 @@ from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery
 from trainer.data.folders.photo_folders import unreadable
+from trainer.data.gpu_decoding import PhotoDecoder
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
-from trainer.data.photos.decoding import describe_failure
-from trainer.data.photos.gpu_decoding import PhotoDecoder, UnreadablePhoto
 from trainer.data.photos.photo_reader import (
     BILINEAR,
     Key,
@@ -253,7 +253,8 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled], keys: Sequence[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
             self._add_report(report)
-            self._decode(inputs, inputs, report, key)
+            if self._decoder:
+                self._decoder.fill(inputs, inputs, report, key)
             # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs, labels.clone(), report.rows
 
@@ -270,8 +271,10 @@ class PhotoFeed:
 
         def begin(key: Key) -> Copying:
             slot, labels, report = next(filled)
-            inputs = copies.begin(slot, lambda copied: self._decode(copied, slot, report, key))
-            return inputs, copies.begin(labels), report
+            decode = None
+            if self._decoder:
+                decode = partial(self._decoder.fill, slot=slot, report=report, key=key)
+            return copies.begin(slot, decode), copies.begin(labels), report
 
         following: Copying | None = None
         for number, key in enumerate(keys, 1):
@@ -286,21 +289,6 @@ class PhotoFeed:
             del current, inputs, labels
             yield batch
             del batch
-
-    def _decode(self, images: Tensor, slot: Tensor, report: Report, key: Key) -> None:
-        """Decode the photos that a reader has left encoded, as in `PhotoDecoder.fill`.
-
-        Raises:
-            SetupError: no decoder can read a photo.
-        """
-        if self._decoder is None or not report.encoded:
-            return
-        try:
-            self._decoder.fill(images, slot, report, *key[1:])
-        except UnreadablePhoto as photo:
-            name, error = photo.args
-            self.close()
-            raise unreadable([(name, describe_failure(error))], 1) from error
 
     def _add_report(self, report: Report) -> None:
         """Add the failures of a batch.

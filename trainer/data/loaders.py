@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
-from trainer.data.photos.gpu_decoding import PhotoDecoder
+from trainer.data.gpu_decoding import PhotoDecoder
 from trainer.data.photos.photo_reader import Reader
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, TensorSet

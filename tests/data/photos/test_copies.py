@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
+from trainer.data import gpu_decoding
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers
-from trainer.data.photos import gpu_decoding
+from trainer.data.gpu_decoding import PhotoDecoder
 from trainer.data.photos.copies import Copies, copy_to_device
 from trainer.data.photos.decoding import open_encoded
-from trainer.data.photos.gpu_decoding import PhotoDecoder
 from trainer.data.photos.jpeg import decode_jpeg, encode_jpeg
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_pool import InProcess

@@ -9,10 +9,10 @@ from PIL import Image
 from tests.command_line import latest, suggested, trainer
 from tests.data.loading import epoch
 from tests.data.photo_folders import exif, scene
-from trainer.data import as_pictures, open_datasets
-from trainer.data.photos import gpu_decoding, photo_reader
+from trainer.data import as_pictures, gpu_decoding, open_datasets
+from trainer.data.gpu_decoding import load_decoder
+from trainer.data.photos import photo_reader
 from trainer.data.photos.decoding import open_image
-from trainer.data.photos.gpu_decoding import load_decoder
 from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import PhotoDraws

@@ -14,11 +14,11 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from trainer.data.photos.decoding import open_encoded
+from trainer.data.folders.photo_folders import unreadable
+from trainer.data.photos.decoding import describe_failure, open_encoded
 from trainer.data.photos.jpeg import encode_jpeg
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import Reader, Report, private_draws
-from trainer.data.sampling import Array
+from trainer.data.photos.photo_reader import Key, Reader, Report, private_draws
 from trainer.errors import RecipeError
 
 # Function (data, channels) that decodes a list of JPEGs to images (C, H, W) uint8 on the device.
@@ -49,10 +49,6 @@ def load_decoder(device: torch.device) -> Decode:
     raise RecipeError(f"data.decode=gpu is not possible here ({reason}): use data.decode=cpu")
 
 
-class UnreadablePhoto(Exception):
-    """Raised if no decoder can read a photo. The arguments are its name and the error."""
-
-
 class PhotoDecoder:
     """Decodes and prepares the photos that a `Reader` has left encoded."""
 
@@ -66,26 +62,21 @@ class PhotoDecoder:
         self._reader = reader
         self._decode = load_decoder(device)
 
-    def fill(
-        self,
-        images: Tensor,
-        slot: Tensor,
-        report: Report,
-        epoch: int | None,
-        index: Array,
-    ) -> None:
+    def fill(self, images: Tensor, slot: Tensor, report: Report, key: Key) -> None:
         """Replace the encoded rows of a batch by their pixels.
 
         Args:
             images: the batch, (rows, H, W, C) uint8 on the device.
             slot: the batch on the CPU.
             report: the report about the batch.
-            epoch: number of the epoch; None in evaluation.
-            index: indices of the samples.
+            key: epoch and samples of the batch.
 
         Raises:
-            UnreadablePhoto: no decoder can read a photo.
+            SetupError: no decoder can read a photo.
         """
+        if not report.encoded:
+            return
+        _, epoch, index = key
         memory = slot.flatten(1)
         # Copies, because on a CPU the pixels replace the bytes.
         data = [memory[row, :length].clone() for row, length in report.encoded]
@@ -113,4 +104,4 @@ class PhotoDecoder:
         try:
             return open_encoded(data.numpy(), channels).decode(1).to(self._device)
         except Exception as error:
-            raise UnreadablePhoto(name, error) from error
+            raise unreadable([(name, describe_failure(error))], 1) from error

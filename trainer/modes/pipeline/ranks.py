@@ -176,10 +176,10 @@ class ProcessPipeline(Staged):
         local_times = [(cost.forward, cost.backward) for cost in costs]
         times = torch.tensor(local_times, dtype=torch.float64)
         times = self.world.sum_(times) / self.world.size
-        averaged = []
-        for cost, (forward, backward) in zip(costs, times.tolist(), strict=True):
-            averaged.append(replace(cost, forward=forward, backward=backward))
-        return averaged
+        return [
+            replace(cost, forward=forward, backward=backward)
+            for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
+        ]
 
     def assign_stages(self, plan: Plan) -> None:
         """Assign the stages of a plan to the ranks of a replica, and list those of this rank."""
@@ -336,10 +336,10 @@ class ProcessPipeline(Staged):
         Args:
             run: function that calls a stage with its input.
         """
-        wires = {}
-        for index, stage in self.stages.items():
-            wires[index] = Wire(stage, run, index == 0, index == self.last)
-        return wires
+        return {
+            index: Wire(stage, run, index == 0, index == self.last)
+            for index, stage in self.stages.items()
+        }
 
     def _sample_messages(
         self,

@@ -115,6 +115,11 @@ class LocalStages(Strategy):
         for deferred in self.deferred.values():
             deferred.commit()
 
+    def forget_statistics(self) -> None:
+        """Undo an incomplete mini-batch in the deferred BatchNorm statistics, if any."""
+        for deferred in self.deferred.values():
+            deferred.forget()
+
     def modules(self) -> list[nn.Module]:
         return list(self.stages.values())
 

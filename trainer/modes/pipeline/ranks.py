@@ -299,8 +299,7 @@ class ProcessPipeline(Staged):
             error = get_total_norm(torch._foreach_sub(whole, split))
             is_equal = bool(error <= TOLERANCE[self.recipe.precision] * get_total_norm(whole))
         stage.submod.zero_grad()
-        for deferred in self.deferred.values():
-            deferred.forget()
+        self.forget_statistics()
         return is_equal
 
     def _compile(self, samples: Sequence[Tensor]) -> None:
@@ -327,8 +326,7 @@ class ProcessPipeline(Staged):
                     if out.requires_grad:
                         trained = [p for p in wire.parameters() if p.requires_grad]
                         grad(out, trained, torch.ones_like(out), allow_unused=True)
-                for deferred in self.deferred.values():
-                    deferred.forget()
+                self.forget_statistics()
 
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
         """Wrap the stages of this rank in `Wire`.

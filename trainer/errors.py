@@ -222,10 +222,9 @@ def describe_installation_fault(error: BaseException) -> str | None:
     """
     text = read_line(error, 500)
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
-        missing = []
-        for name, pip in LIBRARIES.items():
-            if name == error.name or find_spec(name) is None:
-                missing.append(pip)
+        missing = [
+            pip for name, pip in LIBRARIES.items() if name == error.name or find_spec(name) is None
+        ]
         return f"not installed: {', '.join(missing)}; type pip install {' '.join(missing)}"
     does_not_fit = "torchvision::" in text
     if isinstance(error, ImportError | OSError) and ".so" in text:

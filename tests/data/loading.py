@@ -9,7 +9,7 @@ from trainer.data import Datasets, open_datasets
 from trainer.data.folders.targets import Targets
 from trainer.data.registered import UserItems, registered
 from trainer.data.sets import CLASS
-from trainer.recipe import DataRecipe, load
+from trainer.recipe import load
 from trainer.tasks import Classification
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def photo_sets(train=24, val=7, size=16, **faults):
             "mine",
             Targets(Classification, names, CLASS),
             None,
-            DataRecipe(),
+            None,
         )
         for count in (train, val)
     ]

@@ -100,9 +100,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
         SetupError: The file cannot be written.
         DiskFullError: The disk is full.
     """
-    columns: list[str] = []
+    columns = []
     # Rows of other evaluations.
-    kept: list[Mapping[str, str]] = []
+    kept = []
     key = [rows[0][name] for name in KEY]
     with report_write_errors(path.parent, AGAIN), wait_for_lock(path.parent):
         try:

@@ -212,9 +212,10 @@ def check_cards(report: Findings) -> int:
         if len(problems) == before:
             copies = f"right in all {len(pairs)} ways"
         report.row(CARDS, "copies", copies)
-        speeds = []
-        for device in devices:
-            speeds.append(report.trying(f"speed of {device}", health.measure_speed, device) or 0.0)
+        speeds = [
+            report.trying(f"speed of {device}", health.measure_speed, device) or 0.0
+            for device in devices
+        ]
         report.row(CARDS, "speed", compare_speeds(list(map(str, devices)), speeds))
     return here.count
 

@@ -106,10 +106,11 @@ def shown_keys(word: str | None = None) -> str:
         RecipeError: No key or section has this name.
     """
     reference = keys()
-    chosen = []
-    for key in reference.values():
-        if word is None or word in (key.name, key.section, key.name.rpartition(".")[2]):
-            chosen.append(key)
+    chosen = [
+        key
+        for key in reference.values()
+        if word is None or word in (key.name, key.section, key.name.rpartition(".")[2])
+    ]
     if not chosen:
         raise RecipeError(
             f"recipes keys {word}: no key; {suggest_key(str(word).replace('-', '_'), reference)}"

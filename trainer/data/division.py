@@ -20,11 +20,8 @@ from trainer.recipe import Recipe
 def draw_keys(names: Sequence[str], seed: int) -> Array:
     """Hash `seed` and each name to a random number, (names,) uint64."""
     prefix = f"{seed}/".encode()
-    keys = []
-    for name in names:
-        digest = hashlib.blake2b(prefix + os.fsencode(name), digest_size=8)
-        keys.append(digest.digest())
-    return np.frombuffer(b"".join(keys), ">u8")
+    hashes = (hashlib.blake2b(prefix + os.fsencode(name), digest_size=8) for name in names)
+    return np.frombuffer(b"".join(name_hash.digest() for name_hash in hashes), ">u8")
 
 
 def draw(

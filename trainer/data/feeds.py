@@ -190,9 +190,10 @@ def build_readers(
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
         buffers = Buffers.allocate(datasets, rows, slots, workers > 0, sources)
         plain = datasets.plain is not None
-        readers = []
-        for source, inputs in zip(sources, buffers.inputs, strict=True):
-            readers.append(Reader(source, inputs, buffers.labels, recipe, plain, keep_jpegs))
+        readers = [
+            Reader(source, inputs, buffers.labels, recipe, plain, keep_jpegs)
+            for source, inputs in zip(sources, buffers.inputs, strict=True)
+        ]
         return buffers, readers
 
     if workers:

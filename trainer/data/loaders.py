@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -247,8 +248,7 @@ class Loader:
             )
         for part, labels, augment, needed in splits:
             feed: MemoryFeed | PhotoFeed
-            places = [place for place, source in enumerate(sources) if source is part]
-            if pool is not None and places:
+            if pool is not None and part in sources:
                 assert not isinstance(part, ImageSet | TensorSet)
                 decoder = None
                 if recipe.data.decode == "gpu":
@@ -256,7 +256,7 @@ class Loader:
                     shape = buffered(datasets, part is datasets.train).shape
                     reader = Reader(part, torch.empty(0, 1, *shape), torch.empty(0), recipe, False)
                     decoder = PhotoDecoder(device, reader)
-                feed = PhotoFeed(pool, places[0], device, decoder)
+                feed = PhotoFeed(pool, sources.index(part), device, decoder)
             elif needed and isinstance(part, ImageSet):
                 feed = ImageFeed(
                     part,
@@ -473,17 +473,15 @@ class Loader:
 
         Returns:
             The indices of the samples that could be read. None if they cannot be identified,
-            because the data set has no paths, or several samples have the same path.
+            because several samples have the same path.
         """
         if count == len(span):
             return span
-        where = getattr(self.datasets.val, "where", None)
+        # Only photos can be skipped, and each of them has a path.
+        photos: Any = self.datasets.val
         failures = self._feeds[1].failures[count - len(span) :]
         skipped_paths = {path for path, _ in failures}
-        samples = []
-        for sample in span:
-            if where is not None and where(sample) not in skipped_paths:
-                samples.append(sample)
+        samples = [sample for sample in span if photos.where(sample) not in skipped_paths]
         return samples if len(samples) == count else None
 
     def close(self) -> None:

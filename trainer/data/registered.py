@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from trainer.data.items import (
 )
 from trainer.data.photos.decoding import convert_channels, decode_item
 from trainer.data.photos.photo_reader import resize_and_center_crop
-from trainer.data.photos.pixel_range import recipe_pixel_range
+from trainer.data.photos.pixel_range import Range, recipe_pixel_range
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
@@ -110,9 +111,8 @@ def open_registered(recipe: Recipe) -> Datasets:
                 )
         classes = _choose_names(parts, pairs[0], names, recipe)
         if pairs[0][0].dtype != torch.uint8:
-            train_pair, val_pair, holdout = divide_tensors(recipe, pairs[0], pairs[1], SPLIT)
-            train = TensorSet(to_float32(train_pair[0]), train_pair[1])
-            val = TensorSet(to_float32(val_pair[0]), val_pair[1])
+            *divided, holdout = divide_tensors(recipe, pairs[0], pairs[1], SPLIT)
+            train, val = (TensorSet(to_float32(inputs), targets) for inputs, targets in divided)
             spec = TensorSpec.of(train.inputs)
             val_spec = TensorSpec.of(val.inputs)
             if spec != val_spec:
@@ -250,11 +250,12 @@ def build_in_memory(
     train_set = resize(train)
     val_set = resize(val)
     high, wide = sides(size)
-    cropped = []
     old_sizes = {tuple(images.shape[-2:]) for images, _ in (train, val)}
-    for height, width in sorted(old_sizes):
-        if height * wide != width * high:
-            cropped.append(f"{height} x {width}")
+    cropped = [
+        f"{height} x {width}"
+        for height, width in sorted(old_sizes)
+        if height * wide != width * high
+    ]
     notes = {}
     if cropped:
         kept = "square" if high == wide else f"part of the shape of {in_pixels(size)}"
@@ -296,7 +297,7 @@ def _build_item_datasets(
             f"{data.name}, {role}",
             Targets(kind, names, target),
             spec,
-            data,
+            recipe_pixel_range(data),
         )
         for part, role in zip(parts, ROLES, strict=True)
     )
@@ -356,6 +357,7 @@ def _choose_items(
     return [*map(int, keep_fraction(recipe, targets))]
 
 
+@dataclass(eq=False)
 class UserItems:
     """A user's map-style data set as a `PhotoSource`.
 
@@ -365,25 +367,19 @@ class UserItems:
         targets: task, names and shape of the targets.
         spec: shape and type of inputs that are not images, else None.
         pixel_range: the recipe's data.pixel_range.
-        rows: index in `items` of each sample, see `_choose_items`.
         by_value: whether to pickle classes by value, because other processes cannot import them.
+        rows: index in `items` of each sample, see `_choose_items`.
     """
 
-    def __init__(
-        self,
-        items: Any,
-        name: str,
-        targets: Targets,
-        spec: TensorSpec | None,
-        data: DataRecipe,
-    ) -> None:
-        self.items = items
-        self.name = name
-        self.targets = targets
-        self.spec = spec
-        self.pixel_range = recipe_pixel_range(data)
-        self.rows: Sequence[int] = range(len(items))
-        self.by_value = False
+    items: Any
+    name: str
+    targets: Targets
+    spec: TensorSpec | None
+    pixel_range: Range | None
+    by_value: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows: Sequence[int] = range(len(self.items))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.by_value or pickling.has_unimportable_main():

@@ -27,8 +27,20 @@ Box = tuple[int, int, int, int]
 # Argument `draw` of `draw_bits` for each purpose. CROP and ERASE are far apart from other values,
 # because each is the first of BOX_DRAWS consecutive values. Do not change any value: the results of
 # all recipes would change.
-ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
-VFLIP, TRANSFORMS = range(10, 12)
+(
+    ORDER,
+    FLIP,
+    SHIFT_Y,
+    SHIFT_X,
+    AUTO,
+    MIX,
+    ERASE_OR_NOT,
+    POOL,
+    BALANCE,
+    ITEM,
+    VFLIP,
+    TRANSFORMS,
+) = range(12)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
 CROP = 100
@@ -68,8 +80,8 @@ def draw_bits(
 
     `index` and `draw` are broadcast together; the result has at least one dimension.
     """
-    rows = np.atleast_1d(np.asarray(index)).astype(np.uint64)
-    draws = np.atleast_1d(np.asarray(draw)).astype(np.uint64)
+    rows = np.atleast_1d(index).astype(np.uint64)
+    draws = np.atleast_1d(draw).astype(np.uint64)
     keys = _scramble(rows + _compute_key(seed, epoch))
     return _scramble(keys + draws * _GOLDEN)
 

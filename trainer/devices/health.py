@@ -144,10 +144,11 @@ def check_copies(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
     Raises:
         SetupError: A copy is wrong.
     """
-    wrong = []
-    for number, (source, target) in enumerate(pairs, 1):
-        if not copies_correctly(source, target, number):
-            wrong.append(f"{source} to {target}")
+    wrong = [
+        f"{source} to {target}"
+        for number, (source, target) in enumerate(pairs, 1)
+        if not copies_correctly(source, target, number)
+    ]
     if wrong:
         raise SetupError(
             f"copies from card to card are wrong ({list_some(wrong)}): switch the IOMMU "

@@ -1,14 +1,16 @@
 """Set torch's switches for a recipe's `precision`, and find the precision that a device uses."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Return an autocast context for a forward pass. It is disabled for fp32 and tf32."""
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Return the context of a forward pass: autocast, or a null context for fp32 and tf32."""
     dtype = AUTOCAST.get(precision)
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 def set_precision(precision: str) -> None:

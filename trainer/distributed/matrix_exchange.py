@@ -49,9 +49,9 @@ class MatrixExchange:
         owned = self._choose_owners(rows)
         own_matrices = owned[self._own]
         parts = [[rows[parameter] for parameter in matrices] for matrices in owned]
-        shapes = []
-        for rank in self._ranks:
-            shapes.append([[self._count(p, rank), rows[p].shape[1]] for p in own_matrices])
+        shapes = [
+            [[self._count(p, rank), rows[p].shape[1]] for p in own_matrices] for rank in self._ranks
+        ]
         gathered = self._exchange(parts, shapes)
         results = function([torch.cat(pieces) for pieces in zip(*gathered, strict=True)])
         parts = [[] for _ in self._ranks]
@@ -60,7 +60,7 @@ class MatrixExchange:
             for rank, piece in enumerate(torch.split(result, counts)):
                 parts[rank].append(piece)
         own_shapes = [[rows[parameter].shape for parameter in matrices] for matrices in owned]
-        own_rows: dict[nn.Parameter, Tensor] = {}
+        own_rows = {}
         for matrices, pieces in zip(owned, self._exchange(parts, own_shapes), strict=True):
             for parameter, piece in zip(matrices, pieces, strict=True):
                 own_rows[parameter] = piece.to(rows[parameter].device)

@@ -486,10 +486,7 @@ class World:
         else:
             # Exceptions of libraries may not survive pickling, so their text is sent.
             shown = TrainerError(explain_in_one_line(error)[0])
-        errors = []
-        for rank, rank_error in enumerate(self.gather(shown)):
-            if rank_error:
-                errors.append((rank, rank_error))
+        errors = [(rank, error) for rank, error in enumerate(self.gather(shown)) if error]
         first = min(errors, key=lambda pair: isinstance(pair[1], PeerError), default=(0, None))
         rank, first_error = self.broadcast_object(first)
         if error is not None and rank == self.rank:

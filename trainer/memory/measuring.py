@@ -143,11 +143,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def alive(self) -> list[torch.UntypedStorage]:
         """Return the storages that operations in this context allocated and that still exist."""
-        storages = []
-        for reference in self._seen.values():
-            if isinstance(reference, weakref.ref) and (storage := reference()) is not None:
-                storages.append(storage)
-        return storages
+        return [
+            storage
+            for reference in self._seen.values()
+            if isinstance(reference, weakref.ref) and (storage := reference()) is not None
+        ]
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -318,9 +318,10 @@ def own_memory(
     if layout.kind == "cuda":
         available = range(cards.detect().count)
         named = {int(_remove_rank(name).partition(":")[2]) for name in layout.devices}
-        sizes = {}
-        for index in named & {*available} or available:
-            sizes[index] = torch.cuda.get_device_properties(index).total_memory
+        sizes = {
+            index: torch.cuda.get_device_properties(index).total_memory
+            for index in named & {*available} or available
+        }
         if not sizes:
             return None
         smallest = min(sizes, key=sizes.__getitem__)

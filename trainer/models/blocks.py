@@ -164,10 +164,9 @@ def _match(
 ) -> list[str]:
     """Return the names of the parameters that match a pattern or are in a module that matches."""
     names = list(dict(model.named_parameters()))
-    matches = []
-    for name in names:
-        if any(fnmatchcase(path, pattern) for path in _list_paths(name)):
-            matches.append(name)
+    matches = [
+        name for name in names if any(fnmatchcase(path, pattern) for path in _list_paths(name))
+    ]
     if not matches:
         paths = []
         for name in names:
@@ -241,9 +240,9 @@ def _freeze_statistics(model: nn.Module) -> None:
     parameters before it is frozen. If no layer before it has parameters, the first layer of the
     model with parameters decides.
     """
-    flags_of_layers = []
-    for layer in model.modules():
-        flags_of_layers.append([p.requires_grad for p in layer.parameters(recurse=False)])
+    flags_of_layers = [
+        [p.requires_grad for p in layer.parameters(recurse=False)] for layer in model.modules()
+    ]
     is_frozen = next((not any(flags) for flags in flags_of_layers if flags), False)
     for (name, layer), flags in zip(model.named_modules(), flags_of_layers, strict=True):
         if flags:

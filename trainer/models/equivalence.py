@@ -112,15 +112,16 @@ def observe(
     """
     if parameters is None:
         parameters = dict(model.named_parameters())
-    originals = {}
-    for name, parameter in parameters.items():
-        originals[name] = parameter.detach().clone(), parameter.grad
+    originals = {
+        name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()
+    }
     # Only objects that exist before the passes are compared. An object that each pass replaces,
     # such as stored activations, carries no state from one pass to the next.
-    initial_objects = {}
-    for name, value in Reachable([model]).values:
-        if isinstance(value, Tensor | np.ndarray):
-            initial_objects[name] = value
+    initial_objects = {
+        name: value
+        for name, value in Reachable([model]).values
+        if isinstance(value, Tensor | np.ndarray)
+    }
 
     def read_state(reachable: Reachable) -> Tensors:
         state = {}
@@ -129,10 +130,11 @@ def observe(
             state[f"change of {name}"] = None if is_unchanged else parameter.detach().clone()
         # An attribute with a single number may be a counter, even if each pass assigns a new tensor
         # to it. For these attributes, the current tensor is recorded instead of the initial one.
-        scalars = {}
-        for name, value in reachable.values:
-            if isinstance(value, Tensor) and value.numel() == 1:
-                scalars[name] = value
+        scalars = {
+            name: value
+            for name, value in reachable.values
+            if isinstance(value, Tensor) and value.numel() == 1
+        }
         for name, value in initial_objects.items():
             state[name] = _copy_numbers(scalars.get(name, value))
         for name, buffer in model.named_buffers():
@@ -177,10 +179,8 @@ def read_plain_attributes(
     These are the numbers, strings and lengths in `reachable`, which the code reaches, and
     `requires_grad` of each parameter.
     """
-    attributes = dict(reachable.plain)
-    for name, parameter in model.named_parameters():
-        attributes[f"requires_grad of {name}"] = parameter.requires_grad
-    return attributes
+    flags = {f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()}
+    return reachable.plain | flags
 
 
 def _copy_numbers(value: Any) -> Tensor | None:
@@ -201,11 +201,11 @@ def _find_counters(passes: Passes) -> dict[str, tuple[object, object]]:
     attribute that only the first pass sets, such as a size, is not a counter.
     """
     first = passes.plain[0]
-    counters = {}
-    for name, value in passes.plain[-1].items():
-        if first.get(name) != value:
-            counters[name] = first.get(name), value
-    return counters
+    return {
+        name: (first.get(name), value)
+        for name, value in passes.plain[-1].items()
+        if first.get(name) != value
+    }
 
 
 def check_equivalent(
@@ -367,10 +367,8 @@ def list_changing_state(passes: Passes) -> list[str]:
 
     A model with such state trains differently if a step is divided into more passes.
     """
-    names = []
-    for name in _find_counters(passes):
-        if not name.startswith("random state "):
-            names.append(name)
+    counters = _find_counters(passes)
+    names = [name for name in counters if not name.startswith("random state ")]
     after = passes.tensors[-1]
     for name, tensor in passes.tensors[0].items():
         if _describe_distance(tensor, after[name], TOLERANCE["fp32"]) is not None:

@@ -43,11 +43,11 @@ def list_statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
 
     The keys are names in the model. A layer with several names is listed under the first one.
     """
-    layers = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, _NormBase) and _tracks_statistics(layer):
-            layers[name] = layer
-    return layers
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _NormBase) and _tracks_statistics(layer)
+    }
 
 
 def _tracks_statistics(layer: _NormBase) -> bool:
@@ -57,11 +57,11 @@ def _tracks_statistics(layer: _NormBase) -> bool:
 def buffers_besides_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a pass can write, except those of `list_statistics_layers`."""
     prefixes = tuple(f"{layer}." for layer in list_statistics_layers(model))
-    buffers = {}
-    for name, buffer in model.named_buffers():
-        if is_plain(buffer) and not name.startswith(prefixes):
-            buffers[name] = buffer
-    return buffers
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if is_plain(buffer) and not name.startswith(prefixes)
+    }
 
 
 def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -69,11 +69,11 @@ def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
     The keys are names in the model. A layer with several names is listed under the first one.
     """
-    layers = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and not keeps_statistics(layer):
-            layers[name] = layer
-    return layers
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and not keeps_statistics(layer)
+    }
 
 
 def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
@@ -117,10 +117,11 @@ def select_unlike_batch_norm(layers: Mapping[str, nn.Module]) -> dict[str, nn.Mo
     answers = {}
     others = {}
     for name, layer in layers.items():
-        options = []
-        for key, value in vars(layer).items():
-            if key != "num_features" and not isinstance(value, dict):
-                options.append(value)
+        options = [
+            value
+            for key, value in vars(layer).items()
+            if key != "num_features" and not isinstance(value, dict)
+        ]
         kind = type(layer), repr(options), *map(type, layer.children())
         if kind not in answers:
             answers[kind] = acts_as_batch_norm(layer)

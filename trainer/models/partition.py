@@ -68,10 +68,8 @@ def cut_points(
         for read in node.all_input_nodes:
             last_use[read] = index
     spans = _find_spans(nodes, model)
-    first_uses = []
-    for parameter in model.parameters():
-        if id(parameter) in spans:
-            first_uses.append(spans[id(parameter)][0])
+    parameters = map(id, model.parameters())
+    first_uses = [spans[key][0] for key in parameters if key in spans]
     groups = defaultdict(list)
     live = set()
     for index, node in enumerate(nodes):
@@ -98,10 +96,11 @@ def _find_spans(
     saved_ids = set(map(id, saved.values()))
     spans: dict[int, tuple[int, int]] = {}
     for index, node in enumerate(nodes):
-        used = []
-        for read in node.all_input_nodes:
-            if read.op == "get_attr" and read.target in saved:
-                used.append(saved[str(read.target)])
+        used = [
+            saved[str(read.target)]
+            for read in node.all_input_nodes
+            if read.op == "get_attr" and read.target in saved
+        ]
         if node.op == "call_module" and node.target != BY_MODE:
             module = attribute(model, node.target)
             used += [*module.parameters(), *module.buffers()]

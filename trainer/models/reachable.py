@@ -161,16 +161,15 @@ class Reachable:
         An `itertools.count` that has moved is replaced by its copy. Other iterators are not moved
         back, so `restore_after` raises an error for them.
         """
-        replacements = {}
-        for value, position, duplicate in self._iterators:
-            if _plain(value) != position:
-                replacements[id(value)] = duplicate
+        replacements = {
+            id(value): duplicate
+            for value, position, duplicate in self._iterators
+            if _plain(value) != position
+        }
         for holder, entries in self._holders:
             before = entries
             if replacements:
-                before = {}
-                for key, entry in entries.items():
-                    before[key] = replacements.get(id(entry), entry)
+                before = {key: replacements.get(id(entry), entry) for key, entry in entries.items()}
             now = holder.read()
             # Keys must be equal and in the same order, and values must be the same objects.
             if [*now] != [*before] or not all(map(operator.is_, now.values(), before.values())):
@@ -398,11 +397,11 @@ class Cache(Holder):
     """Arguments and results in the cache of `functools.lru_cache`."""
 
     def read(self) -> Entries:
-        entries = {}
-        for part in gc.get_referents(self.value):
-            if not callable(part) and (type(part) is not dict or not _has_links(part)):
-                entries[id(part)] = part
-        return entries
+        return {
+            id(part): part
+            for part in gc.get_referents(self.value)
+            if not callable(part) and (type(part) is not dict or not _has_links(part))
+        }
 
     def write(self, entries: Entries) -> None:
         # A cache of limited size can only be cleared as a whole. Its results are computed again
@@ -551,10 +550,11 @@ def _iterate_holders(name: str, value: Any) -> Iterator[Holder]:
 @functools.lru_cache(10_000)
 def _list_globals(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals in the code of a function and of its nested functions."""
-    names = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in GLOBAL_NAMES:
-            names.add(instruction.argval)
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in GLOBAL_NAMES
+    }
     # Code may index the dictionaries `globals()`, `sys.modules` and `vars()` by string constants.
     # These constants count as names.
     has_dictionary = not names.isdisjoint(("globals", "sys", "vars"))

@@ -562,10 +562,7 @@ def select_fitting_weights(
     tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
     # A tensor with several names in the model is saved under one of them. All its names get the
     # saved tensor.
-    saved = {}
-    for name, tensor in tensors.items():
-        if name in weights:
-            saved[id(tensor)] = weights[name]
+    saved = {id(tensor): weights[name] for name, tensor in tensors.items() if name in weights}
     absent = [name for name, tensor in tensors.items() if id(tensor) not in saved]
     if absent:
         raise CheckpointError(f"{source}: has no {list_some(absent, 1)}: weights of another model")

@@ -1,7 +1,6 @@
 """The context of a mode: values for its constructor, and methods that depend on these alone."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import DataShare, Example
-from trainer.devices.precision import AUTOCAST
+from trainer.devices.precision import autocast
 from trainer.distributed.world import World
 from trainer.recipe import Recipe
 from trainer.tasks import Task
@@ -70,10 +69,6 @@ class Context:
         inputs: Tensor,
     ) -> Tensor:
         """Run a forward pass of `module`, under autocast if the recipe's precision needs it."""
-        autocast: AbstractContextManager[object] = nullcontext()
-        autocast_type = AUTOCAST.get(self.recipe.precision)
-        if autocast_type:
-            autocast = torch.autocast(self.world.device.type, autocast_type)
-        with autocast:
+        with autocast(self.world.device, self.recipe.precision):
             out: Tensor = module(inputs)
         return out

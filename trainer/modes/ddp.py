@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,10 +55,11 @@ def read_in_training(model: nn.Module) -> bool:
     because `sync_weights` copies rank 0's buffers to the other ranks before evaluation and
     checkpoints.
     """
-    holders = {}
-    for name, module in model.named_modules():
-        if next(module.buffers(False), None) is not None:
-            holders[name] = module
+    holders = {
+        name: module
+        for name, module in model.named_modules()
+        if next(module.buffers(False), None) is not None
+    }
     return bool(select_unlike_batch_norm(holders))
 
 
@@ -77,10 +77,6 @@ def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tens
         return gradients.copy_(total).div_(ranks)
 
     return summed.then(write_mean)
-
-
-def _note_index(order: list[int], index: int, _: Tensor) -> None:
-    order.append(index)
 
 
 def swallow_unused_warning() -> None:
@@ -215,22 +211,22 @@ class DistributedDataParallel(Strategy):
 
         A resumed run finds the same order, and so the same bits of each sum.
         """
-        order: list[int] = []
+        order: list[nn.Parameter] = []
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         hooks = []
-        for index, parameter in enumerate(trained):
-            note = partial(_note_index, order, index)
-            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for parameter in trained:
+            hook = parameter.register_post_accumulate_grad_hook(order.append)  # type: ignore[no-untyped-call]
             hooks.append(hook)
         with torch.compiler.set_stance("force_eager"):
             self._pass(inputs)
         for hook in hooks:
             hook.remove()
         # A gradient in two parts is in the order twice, and the hooks of the buckets refuse it.
-        order = [*dict.fromkeys(order)]
-        if self.world.is_any(len(order) < len(trained)):
+        numbers = {parameter: number for number, parameter in enumerate(trained)}
+        own_order = [numbers[parameter] for parameter in dict.fromkeys(order)]
+        if self.world.is_any(len(own_order) < len(trained)):
             raise self._describe_unused()
-        ordered = [trained[index] for index in self.world.broadcast_object(order)]
+        ordered = [trained[number] for number in self.world.broadcast_object(own_order)]
         self.has_local_passes = not self.recipe.sync_bn
         return GradientBuckets(self.world, ordered, self.recipe.ddp.compress == "bf16")
 
@@ -283,9 +279,8 @@ class DistributedDataParallel(Strategy):
         Weights, buffers and random states are restored afterwards.
         """
         self.module.zero_grad()
-        eager = torch.compiler.set_stance("force_eager")
         with (
-            eager,
+            torch.compiler.set_stance("force_eager"),
             translate_peer_errors(),
             restore_after([self.module], self.device, weights=True),
         ):
@@ -294,10 +289,11 @@ class DistributedDataParallel(Strategy):
             with exchange:
                 outputs = self.context.in_precision(module, self._probe_inputs)
                 outputs.float().square().sum().backward()  # type: ignore[no-untyped-call]
-            gradients = {}
-            for name, parameter in self.named_parameters().items():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.detach().clone()
+            gradients = {
+                name: parameter.grad.detach().clone()
+                for name, parameter in self.named_parameters().items()
+                if parameter.grad is not None
+            }
         self.module.zero_grad()
         return gradients
 

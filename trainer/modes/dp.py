@@ -78,10 +78,9 @@ class DataParallel(Strategy):
         shapes_inside.sort(reverse=True)
         inputs_inside = ", ".join(str(pair[0]) for pair in shapes_inside)
         outputs_inside = ", ".join(str(pair[1]) for pair in shapes_inside)
-        outputs_outside = tuple(outputs.shape)
         return (
             f"in {self.context.example.shape} outside, {inputs_inside} inside; "
-            f"out {outputs_inside} inside, {outputs_outside} outside"
+            f"out {outputs_inside} inside, {tuple(outputs.shape)} outside"
         )
 
     def notes(self) -> dict[str, str]:

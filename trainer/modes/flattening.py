@@ -44,10 +44,11 @@ def view_with_strides(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     The order of elements differs from `flatten_tensors`, so the two do not go together.
     """
     sizes = [tensor.numel() for tensor in tensors]
-    views = []
-    for flat, tensor in zip(torch.split(row, sizes), tensors, strict=True):
-        views.append(flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset()))
-    return views
+    pairs = zip(torch.split(row, sizes), tensors, strict=True)
+    return [
+        flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+        for flat, tensor in pairs
+    ]
 
 
 def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:

@@ -244,9 +244,8 @@ class LocalSGD(Strategy):
         every = self.recipe.local_sgd.every
         self.has_equal_weights = every is not None and step % every == 0
         if self.has_equal_weights:
-            weights = self._weights()
             with self.averaging:
-                self._average(weights, weights)
+                self._average(self._weights())
                 for outer in self.outer:
                     outer.step()
 
@@ -258,7 +257,7 @@ class LocalSGD(Strategy):
         # The average is exact, because a run that is stopped here averages a second time after it
         # is resumed, which must not change the weights. For the same reason there is no outer step
         # if no worker has trained since the last outer step.
-        self._average(tensors, tensors, exact=True)
+        self._average(tensors, exact=True)
         for outer in self.outer:
             # The comparison waits for the device, so it is made once per epoch only, not in
             # `after_step`.
@@ -273,7 +272,7 @@ class LocalSGD(Strategy):
             return
         tensors = [*self._weights(), *averages.values()]
         own_values = [tensor.detach().clone() for tensor in tensors]
-        self._average(tensors, tensors, exact=True)
+        self._average(tensors, exact=True)
         try:
             yield
         finally:
@@ -299,8 +298,8 @@ class LocalSGD(Strategy):
 
         The averages are copies, so that saving does not change the training.
         """
-        copies = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-        self._average(list(named.values()), list(copies.values()), exact=True)
+        copies = {name: tensor.detach().clone() for name, tensor in named.items()}
+        self._average(list(copies.values()), exact=True)
         return super().pieces(copies)
 
     def notes(self) -> dict[str, str]:
@@ -336,24 +335,18 @@ class LocalSGD(Strategy):
         weights += [buffer for buffer in self.module.buffers() if id(buffer) not in frozen]
         return weights
 
-    def _average(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        exact: bool = False,
-    ) -> None:
-        """Average tensors over the workers.
+    def _average(self, tensors: Sequence[Tensor], exact: bool = False) -> None:
+        """Average tensors over the workers, in place.
 
         Args:
-            sources: tensors of this worker.
-            targets: tensors that receive the averages; may be the sources themselves.
+            tensors: tensors of this worker.
             exact: True to sum in float64, so that values that are equal on all ranks keep their
                 exact value.
         """
         weight = self._compute_share()
         with torch.no_grad():
-            for bucket in group_buckets(sources):
-                message = flatten_tensors(sources[i] for i in bucket)
+            for bucket in group_buckets(tensors):
+                message = flatten_tensors(bucket)
                 if message.is_floating_point():
                     if exact:
                         message = message.double()
@@ -364,19 +357,19 @@ class LocalSGD(Strategy):
                 # CPU.
                 if self.world.shared:
                     message = message.cpu()
-                unflatten_into(self.world.sum_(message), [targets[i] for i in bucket])
+                unflatten_into(self.world.sum_(message), bucket)
 
 
-def group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors into messages of one data type and at least `BUCKET` elements.
 
     Yields:
-        Indices of the tensors in one message. The last message of a data type may be smaller.
+        The tensors in one message. The last message of a data type may be smaller.
     """
-    filling: dict[torch.dtype, list[int]] = {}
+    filling: dict[torch.dtype, list[Tensor]] = {}
     elements = dict.fromkeys((tensor.dtype for tensor in tensors), 0)
-    for position, tensor in enumerate(tensors):
-        filling.setdefault(tensor.dtype, []).append(position)
+    for tensor in tensors:
+        filling.setdefault(tensor.dtype, []).append(tensor)
         elements[tensor.dtype] += tensor.numel()
         if elements[tensor.dtype] >= BUCKET:
             yield filling.pop(tensor.dtype)

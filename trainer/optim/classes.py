@@ -169,9 +169,9 @@ def fill_state(
             shapes = row.list_state(p.shape, momentum)
             if p in matrices:
                 shapes = dict.fromkeys(row.matrix_state, p.shape)
-            tensors: dict[str, Any] = {}
-            for name, shape in shapes.items():
-                tensors[name] = _create_tensor(p, name, shape, row)
+            tensors: dict[str, Any] = {
+                name: _create_tensor(p, name, shape, row) for name, shape in shapes.items()
+            }
             if tensors:
                 tensors |= optimizer.state[p]
                 for name in row.group_state:

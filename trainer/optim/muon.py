@@ -117,7 +117,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 height = self.exchange.count_rows(parameter)
             batch_key = kind, height, update.matrix.shape, parameter.dtype
             batches.setdefault(batch_key, []).append(update)
-        directions: dict[nn.Parameter, Tensor] = {}
+        directions = {}
         for (kind, height, *_), batch in batches.items():
             direction = self._accumulate(batch, rates[kind])
             if self.exchange is None:

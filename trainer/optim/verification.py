@@ -95,9 +95,8 @@ def verify(recipe: OptimizerRecipe) -> OptimizerTraits:
         alone += trial.parameters
     halves = _Trial(recipe, select=_halve)
     halves.take_steps(range(STEPS))
-    joined = []
-    for upper, lower in zip(halves.parameters[::2], halves.parameters[1::2], strict=True):
-        joined.append(torch.cat([upper, lower]))
+    pairs = zip(halves.parameters[::2], halves.parameters[1::2], strict=True)
+    joined = [*map(torch.cat, pairs)]
     return replace(
         row,
         joint=row.joint or not _are_close(alone, whole.parameters),
@@ -155,7 +154,7 @@ class _Trial:
 def _find_state(recipe: OptimizerRecipe, trial: _Trial) -> OptimizerTraits:
     """Return the optimizer's row, with the tensors that the steps of a trial have created."""
     row = OPTIMIZERS[recipe.name]
-    added: dict[str, bool] = {}
+    added = {}
     for p in trial.parameters:
         known = row.list_state(p.shape, recipe.momentum)
         for name, value in trial.optimizer.state[p].items():

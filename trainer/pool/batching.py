@@ -126,10 +126,11 @@ class Batching:
         A worker without a measurement is expected to be as fast as the slowest measured worker of
         the same kind of device. Returns None if no worker of that kind has been measured.
         """
-        rates = []
-        for speed, kind in zip(self.speeds, self.kinds, strict=True):
-            if kind == self.kinds[worker] and speed.rate:
-                rates.append(speed.rate)
+        rates = [
+            speed.rate
+            for speed, kind in zip(self.speeds, self.kinds, strict=True)
+            if kind == self.kinds[worker] and speed.rate
+        ]
         rate = self.speeds[worker].rate or min(rates, default=0.0)
         return items / rate if rate else None
 

@@ -67,22 +67,23 @@ class PoolWorker:
         return f"worker {self.index} on {self.device}"
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Assigns the chunks of streams and the jobs to workers.
 
     Tasks go to free workers, or with `round_robin` to each worker in turn.
     """
 
-    def __init__(
-        self, workers: Sequence[PoolWorker], batching: Batching, round_robin: bool, retries: int
-    ) -> None:
-        self.workers = workers
-        self.batching = batching
-        self.round_robin = round_robin
-        self.retries = retries
-        self.streams: list[Stream] = []
+    workers: Sequence[PoolWorker]
+    batching: Batching
+    round_robin: bool
+    retries: int
+    streams: list[Stream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         # A single queue of jobs for all workers; with round_robin, one queue for each worker.
-        self.jobs: list[deque[Job]] = [deque() for _ in (workers if round_robin else workers[:1])]
+        lanes = self.workers if self.round_robin else self.workers[:1]
+        self.jobs: list[deque[Job]] = [deque() for _ in lanes]
         self._submitted = 0
 
     def lanes(self) -> list[Lane]:

@@ -25,11 +25,11 @@ def list_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
     except (NameError, TypeError, SyntaxError, AttributeError):
         # Annotations that are strings may name what only a type checker imports.
         signature = inspect.signature(function)
-    parameters = {}
-    for name, parameter in signature.parameters.items():
-        if parameter.kind in (*KEYWORDS, Parameter.VAR_KEYWORD):
-            parameters[name] = parameter
-    return parameters
+    return {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (*KEYWORDS, Parameter.VAR_KEYWORD)
+    }
 
 
 def check_arguments(

@@ -255,9 +255,7 @@ def tabulate_classes(inputs: MetricInputs) -> dict[str, list[float]]:
     shapes = {inputs.sums[name].shape for name in COUNTS if name in inputs.sums}
     if not inputs.sums.keys() >= COUNTS or len(shapes) > 1 or shapes == {torch.Size()}:
         return {}
-    columns = {}
-    for name, per_class in PER_CLASS.items():
-        columns[name] = per_class(inputs.sums).tolist()
+    columns = {name: per_class(inputs.sums).tolist() for name, per_class in PER_CLASS.items()}
     if inputs.outputs is not None:
         columns["auroc"], columns["average_precision"] = inputs.ranking.tolist()
     columns["support"] = inputs.sums["actual"].tolist()

@@ -278,10 +278,10 @@ class StepTimer:
             reached = reached + duration
             before = issued
         self._own = min(unexposed, default=self._own)
-        bounds = []
-        for launch, duration, wait in zip(exposed, durations, waits, strict=True):
-            bounds.append(min(launch, max(0.0, duration - wait - self._own)))
-        return bounds
+        return [
+            min(launch, max(0.0, duration - wait - self._own))
+            for launch, duration, wait in zip(exposed, durations, waits, strict=True)
+        ]
 
     def lap(self) -> tuple[int, float]:
         """Return the number and total seconds of the steps measured since the last call."""
@@ -423,14 +423,9 @@ class Ledger:
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
 
-    def start_part(self, part: str, at: float | None = None) -> str:
-        """Start the activity `part` and return the previous one.
-
-        Args:
-            part: The new activity.
-            at: Start of the new activity, as a value of `time.perf_counter`; None for now.
-        """
-        now = time.perf_counter() if at is None else at
+    def start_part(self, part: str) -> str:
+        """Start the activity `part` and return the previous one."""
+        now = time.perf_counter()
         before = self._part
         self.seconds[before] += now - self._since
         self._since = now
@@ -450,12 +445,12 @@ class Ledger:
         that has exited.
         """
         synchronise(self.devices)
-        before = self.start_part(part, time.perf_counter())
+        before = self.start_part(part)
         try:
             yield
             synchronise(self.devices)
         finally:
-            self.start_part(before, time.perf_counter())
+            self.start_part(before)
 
     def note_steps(
         self,

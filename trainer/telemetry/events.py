@@ -324,7 +324,7 @@ def _read_events(
     warn: Say,
 ) -> Iterator[Any]:
     """Yield the events that a run resumed at `position` keeps, with each (tag, step) once."""
-    seen: set[tuple[str, int]] = set()
+    seen = set()
     has_ended = False
     # A run that starts again from step 0 keeps nothing.
     if position.step == 0:

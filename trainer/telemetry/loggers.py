@@ -110,10 +110,11 @@ class MlflowRun:
         client.update_run(self._id, status="RUNNING")
         # MLflow refuses to change the parameters of a run that is resumed, so log only new ones.
         logged = client.get_run(self._id).data.params
-        params = []
-        for key, value in flatten(recipe.to_dict()).items():
-            if key not in logged:
-                params.append(Param(key, str(value)[:500]))
+        params = [
+            Param(key, str(value)[:500])
+            for key, value in flatten(recipe.to_dict()).items()
+            if key not in logged
+        ]
         # MLflow accepts up to 100 parameters in a request.
         for start in range(0, len(params), 100):
             client.log_batch(self._id, params=params[start : start + 100])

@@ -138,9 +138,10 @@ def format_table(
     excess = sum(widths.values()) + 2 * (len(widths) - 1) - width
     # Narrow the columns without breaking words first, and then with breaking long words.
     for longest in (width, LONG_WORD):
-        narrowest = {}
-        for n, column in columns.items():
-            narrowest[n] = min(longest, max(map(len, " ".join(column).split()), default=0))
+        narrowest = {
+            n: min(longest, max(map(len, " ".join(column).split()), default=0))
+            for n, column in columns.items()
+        }
         while excess > 0:
             wide = [n for n in widths if widths[n] > narrowest[n]]
             if not wide:
@@ -171,10 +172,8 @@ def _list_cells(rows: Sequence[Sequence[str]]) -> list[str]:
     width = max(map(len, titles))
     texts = [""]
     for row in rows[1:]:
-        cells = []
-        for title, cell in zip(titles, row, strict=True):
-            if cell:
-                cells.append(wrap(f"{title:<{width}}  ", cell))
+        pairs = zip(titles, row, strict=True)
+        cells = [wrap(f"{title:<{width}}  ", cell) for title, cell in pairs if cell]
         texts.append("\n".join([*cells, ""]))
     return texts
 

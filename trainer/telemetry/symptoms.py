@@ -105,11 +105,11 @@ class RunState:
 def find_symptoms(state: RunState, recipe: Recipe) -> dict[str, str]:
     """Return the warnings about a run by kind, without those that another warning explains."""
     warnings = {kind: check(state, recipe) for kind, check in KINDS.items()}
-    kept = {}
-    for kind, text in warnings.items():
-        if text is not None and not warnings.get(CAUSES.get(kind, "")):
-            kept[kind] = text
-    return kept
+    return {
+        kind: text
+        for kind, text in warnings.items()
+        if text is not None and not warnings.get(CAUSES.get(kind, ""))
+    }
 
 
 def _check_loss(state: RunState, recipe: Recipe) -> str | None:

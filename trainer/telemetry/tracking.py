@@ -185,9 +185,7 @@ class Tracker(NullTracker):
         cells = {**cells, self._left: self._estimate_left(step) or "-"}
         if not self._widths:
             self._choose_widths(cells)
-            titles = []
-            for title, width in self._widths.items():
-                titles.append(fill(title, width).split("\n")[::-1])
+            titles = [fill(title, width).split("\n")[::-1] for title, width in self._widths.items()]
             for line in [*zip_longest(*titles, fillvalue="")][::-1]:
                 self.say(self._align(line), DIM)
         figures = [cells[title] for title in self._widths]

@@ -175,10 +175,11 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
     modules = strategy.modules()
     is_resumed = resolved.checkpoint is not None
     reachable = Reachable(modules)
-    tensors = {}
-    for name, value in reachable.values:
-        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) <= LARGEST_STATE:
-            tensors[name] = value
+    tensors = {
+        name: value
+        for name, value in reachable.values
+        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) <= LARGEST_STATE
+    }
     saved = set[int]()
     if is_resumed:
         saved = {*map(id, strategy.named_buffers().values())}

@@ -179,9 +179,10 @@ def describe_predictions(
     captions = []
     frames = []
     for row, target in enumerate(targets):
-        lines = []
-        for title, value in (("true", target), ("pred.", predicted[row])):
-            lines.append(f"{title} {format_caption(task, classes, value) or '-'}")
+        lines = [
+            f"{title} {format_caption(task, classes, value) or '-'}"
+            for title, value in (("true", target), ("pred.", predicted[row]))
+        ]
         if probabilities:
             lines.append(f"probability {probabilities[row]:.0%}")
         captions.append(lines)
@@ -204,17 +205,16 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
     classes = datasets.classes
     address = getattr(datasets.val, "where", None) or f"{datasets.name}/val/{{}}".format
     worst = collected.gathered(resolved.world)
-    rows = []
-    for mistake in worst:
-        rows.append(
-            (
-                escape_non_utf8(str(address(mistake.place))),
-                format_class(classes, mistake.target),
-                format_class(classes, mistake.predicted),
-                f"{mistake.label_probability:.4g}",
-                f"{mistake.predicted_probability:.4g}",
-            )
+    rows = [
+        (
+            escape_non_utf8(str(address(mistake.place))),
+            format_class(classes, mistake.target),
+            format_class(classes, mistake.predicted),
+            f"{mistake.label_probability:.4g}",
+            f"{mistake.predicted_probability:.4g}",
         )
+        for mistake in worst
+    ]
     if tracker.path and not datasets.synthetic and rows:
         head = ("path", "label", "predicted", "label_probability", "predicted_probability")
         tracker.replace(WORST, format_csv([head, *rows]))

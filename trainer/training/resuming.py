@@ -55,9 +55,10 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
     loaded = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
-    changes = []
-    for key, (old, new) in tracker.folder.reported_changes.items():
-        changes.append(f"{format_argument(key, new)} instead of {format_yaml(old)}")
+    changes = [
+        f"{format_argument(key, new)} instead of {format_yaml(old)}"
+        for key, (old, new) in tracker.folder.reported_changes.items()
+    ]
     if changes:
         tracker.say(f"{tracker.path}: resumed with other augmentation: {', '.join(changes)}")
     if tracker.folder.resuming and tracker.path:

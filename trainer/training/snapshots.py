@@ -150,10 +150,11 @@ class Snapshots:
         if not sealed:
             name = "ema" if averages else "model"
             kinds = [part for part in kinds if part.name == name]
-        parts = {}
-        for part in kinds:
-            if part.saved_by == "all":
-                parts[part.name] = state.strategy.pieces(part.tensors())
+        parts = {
+            part.name: state.strategy.pieces(part.tensors())
+            for part in kinds
+            if part.saved_by == "all"
+        }
         error = None
         try:
             for name, pieces in parts.items():

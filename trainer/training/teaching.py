@@ -189,10 +189,10 @@ class Teacher(Task):
         # if both normalize pixels by the same mean and std.
         self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
-            channel_values = []
-            for values in (data.mean, data.std, facts.mean, facts.std):
-                channel_values.append(torch.tensor(values).double()[:, None, None])
-            mean, std, own_mean, own_std = channel_values
+            mean, std, own_mean, own_std = (
+                torch.tensor(values).double()[:, None, None]
+                for values in (data.mean, data.std, facts.mean, facts.std)
+            )
             factor = (std / own_std).float().to(device)
             offset = ((mean - own_mean) / own_std).float().to(device)
             self._affine = factor, offset

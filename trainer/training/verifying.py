@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.data import Batch
 from trainer.errors import RecipeError, SetupError
 from trainer.models.reachable import is_own
-from trainer.models.undisturbed import restore_after
+from trainer.models.undisturbed import find_change, restore_after
 from trainer.modes.proofs import use_deterministic_kernels
 from trainer.optim.optimizers import name_optimizer_state
 from trainer.recipe.field_types import parse_duration
@@ -136,10 +136,7 @@ class Verifier:
             second = world.all_or_none(lambda: self._compute_step(batch, weight))
         except RecipeError as error:
             raise RecipeError(f"verify.every={self.every}: {error}; or verify.every=null") from None
-        for name in dict.fromkeys((*first, *second)):
-            if first.get(name) != second.get(name):
-                return name
-        return None
+        return find_change(first, second)
 
     def _raise_any(self, fault: str | None) -> None:
         """Raise an error on every rank if there is a fault on some rank. Collective."""

@@ -88,9 +88,9 @@ def suggest_arguments(fake: FakeModel, layout: Layout, memory: int) -> list[dict
     """
     recipe = layout.recipe
     is_cuda = layout.kind == "cuda"
-    candidates: list[tuple[str, Any]] = []
-    for exponent in range(1, 10):
-        candidates.append(("accumulate", recipe.pieces * 2**exponent))
+    candidates: list[tuple[str, Any]] = [
+        ("accumulate", recipe.pieces * 2**exponent) for exponent in range(1, 10)
+    ]
     if recipe.recompute is not True and recipe.graphs is not True:
         candidates.append(("recompute", True))
     if recipe.traits.exchanges == "shards" and is_cuda:

@@ -97,9 +97,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Ti
         notes.append(
             f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s"
         )
-    blocks = {}
-    for size in rows:
-        blocks[size] = _average([timing.blocks[size] for timing in timings])
+    blocks = {size: _average([timing.blocks[size] for timing in timings]) for size in rows}
     return replace(
         first,
         image=mean(timing.image * timing.rows for timing in timings) / first.rows,

@@ -269,9 +269,10 @@ class Rows:
         elif labels.error:
             row["error"] = labels.error
         else:
-            top5 = []
-            for n, probability in zip(labels.classes, labels.probabilities, strict=True):
-                top5.append((self.classes[n], float(f"{probability:.6g}")))
+            top5 = [
+                (self.classes[n], float(f"{probability:.6g}"))
+                for n, probability in zip(labels.classes, labels.probabilities, strict=True)
+            ]
             row["class"], row["probability"] = top5[0]
             row["top5"] = top5
         self._count(row)

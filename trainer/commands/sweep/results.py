@@ -172,9 +172,7 @@ def tabulate(
         if is_fraction(metric.name) and images:
             least = math.sqrt(2) / images / scale
     pairs = find_differences(finished, ERROR * 2 / len(finished), margin, candidates, least)
-    verdicts = {}
-    for pair in pairs:
-        verdicts[int(pair.second)] = "worse" if pair.verdict else NO_DIFFERENCE
+    verdicts = {int(pair.second): "worse" if pair.verdict else NO_DIFFERENCE for pair in pairs}
     return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
 
 

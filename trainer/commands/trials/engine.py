@@ -405,9 +405,7 @@ def log_path(path: Path) -> Path:
 
 def merge_arguments(words: Sequence[str], more: Iterable[str]) -> list[str]:
     """Join the arguments `words` and `more`. If both contain a key, the one in `more` counts."""
-    by_key = {}
-    for word in (*words, *more):
-        by_key[word.partition("=")[0]] = word
+    by_key = {word.partition("=")[0]: word for word in (*words, *more)}
     return list(by_key.values())
 
 

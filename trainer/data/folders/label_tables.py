@@ -368,16 +368,14 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     mark = ","
     if "\t" in text.lstrip("\r\n").partition("\n")[0]:
         mark = "\t"
-    lines = []
-    if '"' in text:
-        lines = io.StringIO(text, newline="").readlines()
+    lines = io.StringIO(text, newline="").readlines()
     # In strict mode, the csv module refuses blanks between a closing quote and the separator, so
     # remove these blanks.
     tidy = (
         re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
     )
     reader = csv.reader(
-        tidy if lines else io.StringIO(text, newline=""),
+        tidy,
         delimiter=mark,
         skipinitialspace=True,
         strict=True,
@@ -385,7 +383,7 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     read = 0
     try:
         for row in reader:
-            if lines and "".join(lines[read : reader.line_num]).count('"') % 2:
+            if "".join(lines[read : reader.line_num]).count('"') % 2:
                 raise csv.Error("a quote without its counterpart")
             if any(row):
                 yield read + 1, [cell.strip() for cell in row]

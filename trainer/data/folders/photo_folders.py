@@ -211,12 +211,11 @@ def photos(
     """
     table = None
     is_divided = False
-    whole = train
     own_val = val
-    val = whole if own_val is None else own_val
+    val = train if own_val is None else own_val
     if own_val is None or recipe.data.fold:
-        strata = list_strata(recipe, whole.labels)
-        chosen, described = hold_out(whole.list_names(), strata, recipe, before, whole.root)
+        strata = list_strata(recipe, train.labels)
+        chosen, described = hold_out(train.list_names(), strata, recipe, before, train.root)
         is_divided = not chosen.all()
         if own_val is None:
             holdout = described
@@ -228,8 +227,8 @@ def photos(
                 f"data.fold leaves {len(own_val):,} images of the validation split unused"
             )
         if is_divided:
-            train = whole.part(np.flatnonzero(~chosen))
-            val = whole.part(np.flatnonzero(chosen))
+            val = train.part(np.flatnonzero(chosen))
+            train = train.part(np.flatnonzero(~chosen))
     if recipe.data.fraction < 1:
         train = train.part(keep_fraction(recipe, train.labels, train.list_names()))
     if is_divided:

@@ -39,8 +39,6 @@ SCAN, END = b"\xff\xda", b"\xff\xd9"
 PADDING = 64
 # First bytes of a JPEG's XMP segment.
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
-# Pillow's modes with transparency.
-ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 # Context manager that hides Pillow's warnings about unusual metadata in readable images.
 without_warnings = partial(warnings.catch_warnings, action="ignore")
 # Dimensions of an image (C, H, W) to flip for each EXIF orientation (Exif 2.32, page 36). For
@@ -279,19 +277,18 @@ def from_pillow(
         ValueError: the pixels cannot be converted to bytes.
     """
     kind = find_pixel_kind(image)
-    transparent = image.info.get("transparency")
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
         raise ValueError(
             "in 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits"
         )
-    has_alpha = image.mode in ALPHA or getattr(image.palette, "mode", "").endswith("A")
     if kind is not None and not kind.colour:
         values = as_bytes(np.asarray(image), kind, pixel_range)
         # In a gray image, one pixel value can mean transparent.
+        transparent = image.info.get("transparency")
         if isinstance(transparent, int):
             values[np.asarray(image) == transparent] = 255
         image = Image.fromarray(values)
-    elif transparent is not None or has_alpha:
+    elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))

@@ -364,7 +364,9 @@ class Reader:
     ) -> Callable[[int, Picture], Tensor]:
         """Return the function that prepares a row's photo as (C, H, W) uint8, for a `Key`."""
         if epoch is None:
-            return self._prepare_for_evaluation
+            return lambda row, picture: prepare_for_evaluation(
+                picture, self.size, self.shorter, self.interpolation
+            )
         draws = PhotoDraws(
             self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
         )
@@ -385,9 +387,6 @@ class Reader:
     @property
     def _uncached(self) -> int:
         return int(getattr(self.source, "uncached", 0))
-
-    def _prepare_for_evaluation(self, row: int, picture: Picture) -> Tensor:
-        return prepare_for_evaluation(picture, self.size, self.shorter, self.interpolation)
 
     def _read(
         self,

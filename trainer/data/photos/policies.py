@@ -195,20 +195,15 @@ def _affine(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
 def _shear_x(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     """Shear around the upper left corner, as the authors of AutoAugment do."""
     y = 0.5 * images.shape[-2]
-    matrices = []
-    for angle in _compute_angles(magnitudes):
-        slope = math.tan(angle)
-        matrices.append([1.0, slope, slope * y, 0.0, 1.0, 0.0])
-    return _affine(images, matrices)
+    slopes = map(math.tan, _compute_angles(magnitudes))
+    return _affine(images, [[1.0, slope, slope * y, 0.0, 1.0, 0.0] for slope in slopes])
 
 
 def _shear_y(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     x = 0.5 * images.shape[-1]
     y = 0.5 * images.shape[-2]
-    matrices = []
-    for angle in _compute_angles(magnitudes):
-        slope = math.sin(angle) / math.cos(angle)
-        matrices.append([1.0, 0.0, 0.0, slope, 1.0, slope * x - y + y])
+    slopes = [math.sin(angle) / math.cos(angle) for angle in _compute_angles(magnitudes)]
+    matrices = [[1.0, 0.0, 0.0, slope, 1.0, slope * x - y + y] for slope in slopes]
     return _affine(images, matrices)
 
 

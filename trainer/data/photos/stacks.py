@@ -141,10 +141,9 @@ def _read_tiff(data: Values) -> tuple[Values, int]:
             # Pages that were written separately are separate series. Stack them along a new axis.
             axes = f"Q{axes}"
             shape = (len(series), *shape)
-        channel_axes = []
-        for number, axis in enumerate(axes):
-            if axis not in "YX" and shape[number] > 1:
-                channel_axes.append(number)
+        channel_axes = [
+            number for number, axis in enumerate(axes) if axis not in "YX" and shape[number] > 1
+        ]
         if "Y" not in axes or "X" not in axes or len(channel_axes) > 1:
             raise ValueError(f"its axes are {axes} of {shape}, not height, width and channels")
         if math.prod(shape) * series[0].dtype.itemsize > LARGEST:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -133,25 +133,22 @@ class Request:
     is_dropped: bool = False
 
 
+@dataclass(eq=False)
 class Worker:
     """A worker process with its slots.
 
     Attributes:
-        free: indices of unused slots.
         requests: requests that the worker has not answered, the oldest first.
+        free: indices of unused slots.
     """
 
-    def __init__(
-        self,
-        process: BaseProcess,
-        connection: Connection,
-        buffers: Buffers,
-    ) -> None:
-        self.process = process
-        self.connection = connection
-        self.buffers = buffers
-        self.free = deque(range(len(buffers.order)))
-        self.requests: deque[Request] = deque()
+    process: BaseProcess
+    connection: Connection
+    buffers: Buffers
+    requests: deque[Request] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.free = deque(range(len(self.buffers.order)))
 
     def request(self, key: Key) -> Request:
         """Request a batch from the worker, which must have a free slot."""

@@ -5,6 +5,7 @@ All modes with stages use this module. Their cuts are chosen and checked in `sta
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 from weakref import WeakSet
@@ -114,6 +115,11 @@ class LocalStages(Strategy):
         for deferred in self.deferred.values():
             deferred.commit()
 
+    def forget_statistics(self) -> None:
+        """Undo an incomplete mini-batch in the deferred BatchNorm statistics, if any."""
+        for deferred in self.deferred.values():
+            deferred.forget()
+
     def modules(self) -> list[nn.Module]:
         return list(self.stages.values())
 
@@ -211,10 +217,7 @@ class LocalStages(Strategy):
         """
         gathered = self.world.gather(self._recent if self.share.index == 0 else None)
         ranks = [steps for steps in gathered if steps is not None]
-        merged = []
-        for step in zip(*ranks, strict=True):
-            merged.append([span for spans in step for span in spans])
-        return merged
+        return [[*chain.from_iterable(step)] for step in zip(*ranks, strict=True)]
 
     def notes(self) -> dict[str, str]:
         count = self.plan.microbatches

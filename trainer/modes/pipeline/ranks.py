@@ -176,10 +176,10 @@ class ProcessPipeline(Staged):
         local_times = [(cost.forward, cost.backward) for cost in costs]
         times = torch.tensor(local_times, dtype=torch.float64)
         times = self.world.sum_(times) / self.world.size
-        averaged = []
-        for cost, (forward, backward) in zip(costs, times.tolist(), strict=True):
-            averaged.append(replace(cost, forward=forward, backward=backward))
-        return averaged
+        return [
+            replace(cost, forward=forward, backward=backward)
+            for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
+        ]
 
     def assign_stages(self, plan: Plan) -> None:
         """Assign the stages of a plan to the ranks of a replica, and list those of this rank."""
@@ -299,8 +299,7 @@ class ProcessPipeline(Staged):
             error = get_total_norm(torch._foreach_sub(whole, split))
             is_equal = bool(error <= TOLERANCE[self.recipe.precision] * get_total_norm(whole))
         stage.submod.zero_grad()
-        for deferred in self.deferred.values():
-            deferred.forget()
+        self.forget_statistics()
         return is_equal
 
     def _compile(self, samples: Sequence[Tensor]) -> None:
@@ -327,8 +326,7 @@ class ProcessPipeline(Staged):
                     if out.requires_grad:
                         trained = [p for p in wire.parameters() if p.requires_grad]
                         grad(out, trained, torch.ones_like(out), allow_unused=True)
-                for deferred in self.deferred.values():
-                    deferred.forget()
+                self.forget_statistics()
 
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
         """Wrap the stages of this rank in `Wire`.
@@ -336,10 +334,10 @@ class ProcessPipeline(Staged):
         Args:
             run: function that calls a stage with its input.
         """
-        wires = {}
-        for index, stage in self.stages.items():
-            wires[index] = Wire(stage, run, index == 0, index == self.last)
-        return wires
+        return {
+            index: Wire(stage, run, index == 0, index == self.last)
+            for index, stage in self.stages.items()
+        }
 
     def _sample_messages(
         self,

@@ -148,8 +148,7 @@ class Staged(LocalStages):
                     plan.microbatches,
                     self._last_fitting,
                 ) from error
-        for deferred in self.deferred.values():
-            deferred.forget()
+        self.forget_statistics()
         self.model.zero_grad()
         self.forget_figures()
         release_garbage()

@@ -94,10 +94,7 @@ class Recorder:
         Times are in seconds of `time.perf_counter`.
         """
         now = {index: self._now(index) for index in self._devices}
-        steps = []
-        for marks in self._steps:
-            if marks:
-                steps.append([self._span(now, *mark) for mark in marks])
+        steps = [[self._span(now, *mark) for mark in marks] for marks in self._steps if marks]
         self._steps.clear()
         return steps
 

@@ -639,9 +639,9 @@ def test_ranks_that_are_killed_again_and_again_replay_what_they_launch(mode, tmp
     words = latest(*base, *words.split(), "nproc=2", "plugin=tests.simulated.tape_plugin")
     words += ["graphs=true", "resume=auto", f"output={run}"]
     for turn in range(INTERRUPTIONS):
-        env = {"TRAINER_TEST_WARM": "1", "TRAINER_FAULT": f"kill@{turn % 2}:{3 * turn + 5}"}
+        env = {"TRAINER_TEST_WARM": "2", "TRAINER_FAULT": f"kill@{turn % 2}:{3 * turn + 5}"}
         assert trainer(*words, env=env).returncode == 7
-    ok(*words, env={"TRAINER_TEST_WARM": "1"})
+    ok(*words, env={"TRAINER_TEST_WARM": "2"})
     assert result(run)["graphs"] == "replayed"
     assert differences(eager, Left(run).read()) == []
 

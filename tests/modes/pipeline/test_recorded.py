@@ -24,7 +24,7 @@ from trainer.modes.pipeline.recorded import RecordedActions
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.streams import Edge, StreamPipeline
 from trainer.recipe import load
-from trainer.recipe.checks import check_processes
+from trainer.recipe.checks import check_processes, explain_eager_steps
 from trainer.training import step_graphs
 
 SGD = "optimizer.weight_decay=0.001 optimizer.nesterov=true"
@@ -256,12 +256,13 @@ def test_stages_with_random_numbers_are_recomputed_eagerly():
     assert len(played.said) == 1 and "random states" in played.said[0]
 
 
-def test_over_processes_steps_are_launched():
-    on = load(None, "mode=pipeline", "graphs=true", "batch_size=8")
-    check_processes(on, 1)
-    with pytest.raises(RecipeError, match="graphs=auto"):
-        check_processes(on, 2)
-    check_processes(load(None, "mode=pipeline", "graphs=auto", "batch_size=8"), 2)
+def test_over_processes_steps_are_launched_unless_graphs_is_true():
+    """See test_step_graphs.py for the replays of several ranks."""
+    asked = load(None, "mode=pipeline", "graphs=true", "batch_size=8")
+    check_processes(asked, 2)
+    assert explain_eager_steps(asked, 2) is None
+    auto = load(None, "mode=pipeline", "graphs=auto", "batch_size=8")
+    assert explain_eager_steps(auto, 1) is None and explain_eager_steps(auto, 2)
 
 
 # Mutants: each is wrong, and is found.

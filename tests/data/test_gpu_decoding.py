@@ -16,6 +16,7 @@ from trainer.data.photos.decoding import open_image
 from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import PhotoDraws
+from trainer.devices.cuda_graphs import host_random_states
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, load
 from trainer.recipe.checks import check_options
@@ -58,13 +59,15 @@ def resize_in_float(image, size, mode, antialias):
 class FakeDecoder:
     """Decodes lists of JPEGs on the CPU, and refuses a list with a photo of these colors."""
 
+    channels = 3
+
     def __init__(self, refused=()):
         self.refused = refused
         self.lists = []
 
-    def __call__(self, data, channels):
+    def __call__(self, data):
         self.lists.append(len(data))
-        images = [decode_jpeg(one, channels) for one in data]
+        images = [decode_jpeg(one, self.channels) for one in data]
         if any(image[0, 0, 0] in self.refused for image in images):
             raise RuntimeError("nvJPEG: not supported")
         return images
@@ -73,7 +76,7 @@ class FakeDecoder:
 @pytest.fixture
 def decoder(monkeypatch):
     fake = FakeDecoder()
-    monkeypatch.setattr(gpu_decoding, "load_decoder", lambda device: fake)
+    monkeypatch.setattr(gpu_decoding, "load_decoder", lambda device, channels: fake)
     return fake
 
 
@@ -130,9 +133,12 @@ def read_all(loading, photos, *words):
 )
 def test_batches_are_those_of_the_cpu(loading, photos, decoder, words):
     """Also the padding of the last batch, which repeats a photo."""
+    decoder.channels = 1 if "data.channels=1" in words else 3
     on_cpu = read_all(loading, photos, *words)
     assert decoder.lists == []
+    states = [*host_random_states(), torch.get_rng_state().tolist()]
     on_gpu = read_all(loading, photos, *words, "data.decode=gpu")
+    assert repr(states) == repr([*host_random_states(), torch.get_rng_state().tolist()])
     assert all(map(torch.equal, on_cpu, on_gpu))
     if "batch_size=8" not in words:
         # Training and evaluation have 21 photos each. Two are no upright JPEGs, and one has more
@@ -149,13 +155,9 @@ def test_a_photo_that_the_gpu_refuses_is_decoded_on_the_cpu(loading, photos, dec
 
 
 def test_a_photo_that_no_decoder_reads_stops_the_run_and_is_named(loading, tmp_path, decoder):
-    for part in ("train", "val"):
-        for name in "ab":
-            (tmp_path / part / name).mkdir(parents=True)
-            for number in range(4):
-                path = tmp_path / part / name / f"{number}.jpg"
-                Image.fromarray(scene(60, 90)).save(path, quality=60)
-    broken = tmp_path / "train" / "a" / "2.jpg"
+    broken = two_classes(
+        tmp_path, lambda path: Image.fromarray(scene(60, 90)).save(path, quality=60)
+    )
     data = bytearray(broken.read_bytes())
     table = data.index(b"\xff\xc4")
     data[table + 4 : table + 40] = b"\xff" * 36
@@ -167,12 +169,55 @@ def test_a_photo_that_no_decoder_reads_stops_the_run_and_is_named(loading, tmp_p
         read_all(loading, tmp_path, *words)
 
 
+def two_classes(root, paint):
+    """Write four photos of each of two classes, and return the file of one."""
+    for part in ("train", "val"):
+        for name in "ab":
+            (root / part / name).mkdir(parents=True)
+            for number in range(4):
+                paint(root / part / name / f"{number}.jpg")
+    return root / "train" / "a" / "2.jpg"
+
+
+def test_a_photo_that_cannot_be_prepared_is_named(loading, tmp_path, decoder):
+    stripe = two_classes(tmp_path, lambda path: Image.fromarray(scene(60, 90)).save(path))
+    Image.fromarray(scene(2, 2500)).save(stripe)
+    words = ["data.check=off", "data.workers=0", "batch_size=4", "augment.crop=none"]
+    for where in ("cpu", "gpu"):
+        with pytest.raises(SetupError, match=r"a/2\.jpg"):
+            read_all(loading, tmp_path, *words, f"data.decode={where}")
+
+
+def test_an_error_of_the_gpu_is_no_fault_of_a_photo(loading, photos, monkeypatch):
+    def decode(data):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_decoding, "load_decoder", lambda device, channels: decode)
+    with pytest.raises(torch.OutOfMemoryError):
+        read_all(loading, photos, "data.workers=0", "data.decode=gpu")
+
+
+def test_photos_that_are_all_too_large_are_reported(loading, tmp_path, decoder):
+    two_classes(tmp_path, lambda path: Image.fromarray(scene(400, 400)).save(path, quality=100))
+    words = ["data.workers=0", "batch_size=4", "data.decode=gpu"]
+    with pytest.raises(RecipeError) as error:
+        read_all(loading, tmp_path, *words)
+    assert suggested(str(error.value)) == ["data.decode=cpu"]
+
+
+def test_cmyk_is_left_to_the_workers(tmp_path):
+    for mode, is_kept in (("RGB", True), ("L", True), ("CMYK", False)):
+        path = tmp_path / f"{mode}.jpg"
+        Image.fromarray(scene(60, 90)).convert(mode).save(path)
+        assert (open_image(str(path), 3).jpeg is not None) == is_kept
+
+
 # Requirements.
 
 
 def test_a_device_without_a_decoder_is_refused():
     with pytest.raises(RecipeError):
-        load_decoder(torch.device("cpu"))
+        load_decoder(torch.device("cpu"), 3)
 
 
 def test_a_run_without_a_gpu_suggests_what_works(photos, tmp_path):

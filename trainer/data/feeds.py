@@ -1,7 +1,6 @@
 """Feeds: sources of a loader's batches, either in memory or in files that workers read."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -221,7 +220,8 @@ class PhotoFeed:
         self.uncached = 0
         self._readers = readers
         self._part = part
-        self._decoder = decoder
+        # Without a decoder, a reader leaves nothing encoded.
+        self._decode = decoder.fill if decoder else lambda *_: None
         self._copies = Copies(device) if device.type == "cuda" else None
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Batches:
@@ -254,8 +254,7 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled], keys: Sequence[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
             self._add_report(report)
-            if self._decoder:
-                self._decoder.fill(inputs, inputs, report, key)
+            self._decode(inputs, inputs, report, key)
             # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs, labels.clone(), report.rows
 
@@ -272,10 +271,8 @@ class PhotoFeed:
 
         def begin(key: Key) -> Copying:
             slot, labels, report = next(filled)
-            decode = None
-            if self._decoder:
-                decode = partial(self._decoder.fill, slot=slot, report=report, key=key)
-            return copies.begin(slot, decode), copies.begin(labels), report
+            inputs = copies.begin(slot, lambda copied: self._decode(copied, slot, report, key))
+            return inputs, copies.begin(labels), report
 
         following: Copying | None = None
         for number, key in enumerate(keys, 1):

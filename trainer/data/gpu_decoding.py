@@ -9,30 +9,32 @@ float and not in bytes, and because a worker decodes large photos at a reduced s
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.decoding import describe_failure, open_encoded
 from trainer.data.photos.jpeg import encode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import Key, Reader, Report, private_draws
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, SetupError, is_out_of_memory
 
-# Function (data, channels) that decodes a list of JPEGs to images (C, H, W) uint8 on the device.
-Decode = Callable[[list[Tensor], int], list[Tensor]]
+# Maximum number of photos that are decoded together, so that few are in memory in full size.
+TOGETHER = 32
+# Function that decodes a list of JPEGs to images (C, H, W) uint8 on the device.
+Decode = Callable[[list[Tensor]], list[Tensor]]
 
 
-def load_decoder(device: torch.device) -> Decode:
-    """Return a function that decodes JPEGs on the device.
+def load_decoder(device: torch.device, channels: int) -> Decode:
+    """Return a function that decodes JPEGs to 1 or 3 channels on the device.
 
     Raises:
         RecipeError: the device cannot decode JPEGs.
     """
 
-    def decode(data: list[Tensor], channels: int) -> list[Tensor]:
+    def decode(data: list[Tensor]) -> list[Tensor]:
         decoders = import_module("torchcodec.decoders")
         mode = "RGB" if channels == 3 else "GRAY"
         images: list[Tensor] = decoders.decode_jpeg(data, mode=mode, device=device)
@@ -41,12 +43,17 @@ def load_decoder(device: torch.device) -> Decode:
     reason = "the device is a CPU"
     if device.type == "cuda":
         try:
-            decode([encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8), quality=90)], 3)
+            decode([encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8), quality=90)])
             return decode
         except Exception as error:
             # torchcodec may be missing, or lack nvJPEG, and raises errors of many types.
             reason = str(error).partition("\n")[0]
     raise RecipeError(f"data.decode=gpu is not possible here ({reason}): use data.decode=cpu")
+
+
+def is_of_device(error: Exception) -> bool:
+    """Return whether an error is no fault of a photo."""
+    return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
 class PhotoDecoder:
@@ -60,7 +67,8 @@ class PhotoDecoder:
         """
         self._device = device
         self._reader = reader
-        self._decode = load_decoder(device)
+        self._decode = load_decoder(device, reader.channels)
+        self._has_decoded = False
 
     def fill(self, images: Tensor, slot: Tensor, report: Report, key: Key) -> None:
         """Replace the encoded rows of a batch by their pixels.
@@ -72,36 +80,49 @@ class PhotoDecoder:
             key: epoch and samples of the batch.
 
         Raises:
-            SetupError: no decoder can read a photo.
+            RecipeError: the first training batch contains no encoded photo.
+            SetupError: no decoder can read a photo, or it cannot be prepared.
         """
-        if not report.encoded:
-            return
         _, epoch, index = key
         memory = slot.flatten(1)
-        # Copies, because on a CPU the pixels replace the bytes.
-        data = [memory[row, :length].clone() for row, length in report.encoded]
+        if not report.encoded:
+            if epoch is not None and not self._has_decoded:
+                raise RecipeError(
+                    f"data.decode=gpu decodes none of the first {report.rows} photos: they are "
+                    f"larger than {memory.shape[1]:,} bytes, turned, or no JPEGs of RGB or gray "
+                    "pixels; use data.decode=cpu"
+                )
+            return
+        self._has_decoded = True
         prepare = self._reader.build_preparation(epoch, index)
-        try:
-            photos = self._decode(data, self._reader.channels)
-        except Exception:
-            # The decoder refuses some photo, such as one with CMYK colors. Its errors have many
-            # types, and do not name the photo.
-            names = [self._reader.where(index[row]) for row, _ in report.encoded]
-            photos = [*map(self._decode_single, data, names)]
-        with private_draws():
-            for (row, _), photo in zip(report.encoded, photos, strict=True):
-                images[row] = prepare(row, Picture.of(photo)).permute(1, 2, 0)
+        for first in range(0, len(report.encoded), TOGETHER):
+            rows = report.encoded[first : first + TOGETHER]
+            # Copies, because on a CPU the pixels replace the bytes.
+            pictures = self._open([memory[row, :length].clone() for row, length in rows])
+            for (row, _), picture in zip(rows, pictures, strict=True):
+                try:
+                    with private_draws():
+                        images[row] = prepare(row, picture).permute(1, 2, 0)
+                except Exception as error:
+                    if is_of_device(error):
+                        raise
+                    raise SetupError(
+                        f"{self._reader.where(index[row])} cannot be read "
+                        f"({describe_failure(error)}): remove it, or use data.decode=cpu"
+                    ) from error
         # Padding repeats the last sample.
         images[report.rows :] = images[report.rows - 1]
 
-    def _decode_single(self, data: Tensor, name: str) -> Tensor:
-        """Decode a photo on the device, or on the CPU if the device refuses it."""
-        channels = self._reader.channels
+    def _open(self, data: list[Tensor]) -> list[Picture]:
+        """Decode photos on the device. Those that it refuses will be decoded on the CPU."""
         try:
-            return self._decode([data], channels)[0]
-        except Exception:
-            pass
-        try:
-            return open_encoded(data.numpy(), channels).decode(1).to(self._device)
+            return [*map(Picture.of, self._decode(data))]
         except Exception as error:
-            raise unreadable([(name, describe_failure(error))], 1) from error
+            # The errors of decoders have many types, and do not name the photo.
+            if is_of_device(error):
+                raise
+        if len(data) > 1:
+            half = len(data) // 2
+            return self._open(data[:half]) + self._open(data[half:])
+        picture = open_encoded(data[0].numpy(), self._reader.channels)
+        return [replace(picture, decode=lambda factor: picture.decode(factor).to(self._device))]

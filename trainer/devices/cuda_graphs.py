@@ -20,6 +20,8 @@ import torch
 from trainer.versions import torch_has
 
 Made = TypeVar("Made")
+# Some passes compute nothing, such as the backward pass of a frozen stage.
+warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 
 class NotCapturable(Exception):

@@ -48,6 +48,21 @@ PROBE_PASSES = 4
 _NO_EXCHANGE = nullcontext()
 
 
+def needs_broadcasts(strategy: Strategy, model: nn.Module) -> bool:
+    """Return whether rank 0 must copy its buffers to the other ranks before each pass.
+
+    Raises:
+        RecipeError: it must, and CUDA graphs capture the passes.
+    """
+    is_read = read_in_training(model)
+    if is_read and strategy.captures_exchange:
+        raise RecipeError(
+            f"model.name={strategy.recipe.model.name} has buffers that a pass may read, so ranks "
+            "copy them before it, which is not captured: set graphs=false"
+        )
+    return is_read
+
+
 def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
@@ -109,12 +124,7 @@ class DistributedDataParallel(Strategy):
     gradient_buckets: GradientBuckets | None = None
 
     def to_device(self, model: nn.Module) -> None:
-        self._broadcasts = read_in_training(model)
-        if self.captures_exchange and self._broadcasts:
-            raise RecipeError(
-                f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks "
-                "copy them before it, which only DDP does: set graphs=false"
-            )
+        self._broadcasts = needs_broadcasts(self, model)
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
         super().to_device(model)

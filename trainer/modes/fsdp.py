@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from trainer.data import Batch
-from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
+from trainer.devices.cuda_graphs import StepRecorder
 from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError
@@ -32,7 +32,7 @@ from trainer.memory.needs import compute_unit_sizes, count_teacher_bytes
 from trainer.models.norms import list_training_norms
 from trainer.models.shapes import list_computed_tensors, replace_tensor
 from trainer.modes.base import Strategy
-from trainer.modes.ddp import read_in_training
+from trainer.modes.ddp import needs_broadcasts
 from trainer.modes.fsdp_units import (
     Order,
     compile_forward,
@@ -79,13 +79,8 @@ class FullyShardedDataParallel(Strategy):
         for layer in list_training_norms(model).values():
             self._receive(layer.parameters())
         self._receive(model.buffers())
-        self._broadcasts = read_in_training(model)
+        self._broadcasts = needs_broadcasts(self, model)
         if self.captures_exchange:
-            if self._broadcasts:
-                raise RecipeError(
-                    f"model.name={self.recipe.model.name} has buffers that a pass may read, so "
-                    "ranks copy them before it, which is not captured: set graphs=false"
-                )
             # A replay runs no hook between a block and the wait for the weights of the next one.
             self.forward_watch = None
         if self.recipe.sync_bn:
@@ -238,34 +233,10 @@ class FullyShardedDataParallel(Strategy):
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
-        try:
-            return super().record_pass(recorder, batch, weight, sync)
-        except NotCapturable:
-            self._abort_pass()
-            raise
-        finally:
-            # Torch would add the gradient of an eager pass to those that stay with the DTensors.
-            self.reduce_gradients()
-
-    def _abort_pass(self) -> None:
-        """Drop gathered weights, their gradients, and the events of a capture that failed.
-
-        Torch's own `reset_iter_state` would wait for these events, which is an error.
-        """
-        units: list[Any] = [*self._sharded_modules()]
-        # All units share one context: its streams, events and buffers are created again.
-        units[0]._get_fsdp_state()._comm_ctx.lazy_init(self.device)
-        for unit in units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            if group:
-                group._all_gather_result = None
-                group._post_reduce_event = None
-                group._all_reduce_state = None
-                for parameter in group.fsdp_params:
-                    # A unit that no pass has used has never been gathered.
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-        end_pass(self.module)
+        captured = super().record_pass(recorder, batch, weight, sync)
+        # Torch would add the gradient of an eager pass to those that stay with the DTensors.
+        self.reduce_gradients()
+        return captured
 
     def _refuse(self, reason: str) -> RecipeError:
         return refuse_sharding(f"model.name={self.recipe.model.name}", reason)

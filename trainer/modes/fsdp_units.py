@@ -176,8 +176,6 @@ class Order:
 
     def end_pass(self, used: Sequence[str] = ()) -> None:
         """Record the end of a pass, and the names of the parameters that got a gradient in it."""
-        if cuda_graphs.is_capturing:
-            return
         self._passes += 1
         self._note(used, "end", self._passes % self._every == 0)
 

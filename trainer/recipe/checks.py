@@ -17,7 +17,7 @@ from trainer.recipe.optimizer_table import OPTIMIZERS, REFUSED, OptimizerTraits
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
-from trainer.recipe.text import find_nearest, format_neighbors
+from trainer.recipe.text import find_nearest, format_neighbors, list_some
 from trainer.recipe.transform_names import check_transform_names
 from trainer.recipe.unused import find_idle
 from trainer.versions import SINCE, read_version, torch_has
@@ -37,9 +37,8 @@ TWO_PARTS = "backward passes in two parts"
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
-# Maximum number of possible values that a message lists completely. If there are more, it lists the
-# first four and the last three.
-MAX_LISTED_CHOICES = 8
+# Maximum number of possible values in a message.
+MOST_CHOICES = 8
 
 # Name of an option that some mode refuses -> a key and a value that turn the option on.
 OPTIONS = {
@@ -63,7 +62,8 @@ NOT_PROBED = {
     "sync_bn",
 }
 
-# Values that data.decode=gpu needs, by key. Some transforms would draw from the GPU's generator.
+# Values that data.decode=gpu needs, by key. Some transforms would draw from the GPU's generator, a
+# cache has decoded photos, and nothing can replace a photo that the GPU cannot decode.
 GPU_DECODING = {"augment.transforms": [], "data.cache": "off", "data.on_error": "stop"}
 
 
@@ -106,7 +106,8 @@ def divides_evenly(recipe: Recipe, count: int, accumulate: int | None = None) ->
     unit = (accumulate or recipe.pieces) * recipe.augment.together
     divisor = count * unit
     # If local batches may have different sizes, the batch need not be a multiple of their number.
-    if recipe.traits.uneven or fixed_shares(recipe):
+    is_uneven = recipe.traits.same_maths and not recipe.traits.micro_batches
+    if is_uneven or fixed_shares(recipe):
         divisor = unit
     return recipe.batch_size >= count * unit and recipe.batch_size % divisor == 0
 
@@ -209,8 +210,13 @@ def check_options(recipe: Recipe) -> None:
                 f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind"
             )
     _refuse(recipe, traits.refuses)
-    if recipe.data.decode == "gpu":
-        _check_decoding(recipe)
+    values = flatten(recipe.to_dict())
+    for key, value in GPU_DECODING.items():
+        if recipe.data.decode == "gpu" and values[key] != value:
+            raise RecipeError(
+                f"{format_argument(key, values[key])} does not work with data.decode=gpu: type "
+                f"{format_argument(key, value)}, or data.decode=cpu"
+            )
     if recipe.model.probe:
         _check_probe(recipe)
     if traits.staged and recipe.recompute == "auto":
@@ -277,12 +283,14 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
     refuses = recipe.traits.refuses
     if "graphs" in refuses:
         return refuses["graphs"]
-    if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges_in_passes:
+    if processes == 1 or not recipe.traits.exchanges_in_passes:
+        return None
+    if recipe.graphs == "auto":
         return (
             "graphs were not measured on several GPUs; graphs=true captures passes in which ranks "
             "exchange messages"
         )
-    if processes > 1 and recipe.traits.exchanges == "shards" and recipe.fsdp.offload:
+    if recipe.traits.exchanges == "shards" and recipe.fsdp.offload:
         return (
             "fsdp.offload=true updates weights in host memory, which a CUDA graph cannot do; use "
             "fsdp.offload=false, or graphs=false"
@@ -305,17 +313,6 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
         if is_on or (option == "verify" and values[key] is not None):
             raise RecipeError(
                 f"{format_argument(key, values[key])} is not for mode={recipe.mode}: {reason}"
-            )
-
-
-def _check_decoding(recipe: Recipe) -> None:
-    """Raise RecipeError if a key needs the pixels of photos in a loader worker."""
-    values = flatten(recipe.to_dict())
-    for key, value in GPU_DECODING.items():
-        if values[key] != value:
-            raise RecipeError(
-                f"{format_argument(key, values[key])} does not work with data.decode=gpu: type "
-                f"{format_argument(key, value)}, or data.decode=cpu"
             )
 
 
@@ -446,7 +443,9 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         reason = _explain_refusal(schedule, int(wanted_count), recipe, processes)
     reason = reason or f"{what} do not divide into equal micro-batches like that"
     key = argument.partition("=")[0]
-    raise RecipeError(f"{argument}: {reason}; try {key}={_join_choices(choices)}")
+    raise RecipeError(
+        f"{argument}: {reason}; try {key}={list_some([*map(str, choices)], MOST_CHOICES)}"
+    )
 
 
 def _explain_refusal(
@@ -528,16 +527,6 @@ def _batch_sizes(recipe: Recipe, processes: int) -> str:
     return format_neighbors(
         recipe.batch_size, count_local_batches(recipe, processes) * recipe.pieces * rows
     )
-
-
-def _join_choices(choices: list[int]) -> str:
-    """Format possible values, as in "1, 2 or 4"."""
-    if len(choices) > MAX_LISTED_CHOICES:
-        choices = [*choices[:4], *choices[-3:]]
-    *others, last = map(str, choices)
-    if others:
-        return f"{', '.join(others)} or {last}"
-    return last
 
 
 def check_names(recipe: Recipe) -> None:

@@ -64,11 +64,6 @@ class Traits:
         return self.processes == "one" and not self.many_devices
 
     @property
-    def uneven(self) -> bool:
-        """Return whether local batches may have different sizes."""
-        return self.same_maths and not self.micro_batches
-
-    @property
     def alike(self) -> bool:
         """Return whether all processes do the same work, so that a slow process delays all."""
         return self.exchanges in ("gradients", "shards", "weights")

@@ -154,8 +154,8 @@ def build_for_sizes(
     task: Task,
     channels: int,
     image_size: ImageSize,
-    plain: TensorSpec | None = None,
-    starting: bool = True,
+    plain: TensorSpec | None,
+    starting: bool,
     train_size: ImageSize | None = None,
     classes: Sequence[str] = (),
 ) -> nn.Module:

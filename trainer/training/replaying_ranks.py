@@ -6,8 +6,7 @@ NCCL requires that either all ranks capture a collective or none, and so for its
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainer.devices.cuda_graphs import NotCapturable
-from trainer.errors import is_out_of_memory
+from trainer.errors import RecipeError, is_out_of_memory
 from trainer.modes.base import Strategy
 
 Made = TypeVar("Made")
@@ -32,21 +31,22 @@ class ReplayingRanks:
     def do(self, work: Callable[[], Made]) -> Made:
         """Return the result of work that exchanges no message, if all ranks can do it. Collective.
 
-        Without this, a rank that fails would leave the others waiting for its next message.
+        Without this, a rank that fails would leave the others waiting for its next message. The run
+        ends after a failure, because torch's schedules and `fully_shard` keep the state of a pass
+        whose capture has failed.
 
         Raises:
-            NotCapturable: the work failed on another rank.
+            RecipeError: the work failed on a rank. Raised on every rank.
         """
         if not self._are_several:
             return work()
+        refusal = None
         try:
             result = work()
         except Exception as error:
-            self.share_reason(NO_MEMORY if is_out_of_memory(error) else str(error))
-            raise
-        reason = self.share_reason(None)
-        if reason is not None:
-            raise NotCapturable(reason)
+            reason = NO_MEMORY if is_out_of_memory(error) else error
+            refusal = RecipeError(f"graphs=true is not possible here: {reason}; set graphs=false")
+        self._world.raise_any(refusal)
         return result
 
     def share_reason(self, reason: str | None) -> str | None:

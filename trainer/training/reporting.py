@@ -173,7 +173,7 @@ def build_last_lines(
     history: History,
     memory: Mapping[str, int],
     result: Result,
-    announced: Container[str] = (),
+    announced: Container[str],
 ) -> dict[str, str]:
     """Return lines about the result and its files, by title.
 

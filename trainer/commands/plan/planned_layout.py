@@ -54,7 +54,7 @@ def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:
 
 
 def lay_out_modes(
-    recipe: Recipe, nproc: str | int | None = None, gpus: bool = False
+    recipe: Recipe, nproc: str | int | None, gpus: bool = False
 ) -> dict[str, Layout | RecipeError]:
     """Return each mode's layout on the same devices, or the error of a mode that cannot run there.
 

@@ -109,7 +109,7 @@ def open_encoded(
             raw = data.tobytes()
             if raw.rfind(SCAN) > raw.rfind(END):
                 raise ValueError("it was cut, and its end consists of zeros: copy it again")
-        height, width, orientation, tags = parse_jpeg_header(data)
+        height, width, components, orientation, tags = parse_jpeg_header(data)
         if height * width * channels > LARGEST:
             raise ValueError(f"its {width} x {height} pixels are more than {LARGEST:,} bytes")
         if height and width:
@@ -120,7 +120,9 @@ def open_encoded(
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
             decode = partial(_decode_jpeg, data, channels, orientation)
-            return Picture(*size, decode, torch.from_numpy(data) if orientation == 1 else None)
+            # Decoders on GPUs refuse CMYK colors.
+            is_plain = orientation == 1 and components in (1, 3)
+            return Picture(*size, decode, torch.from_numpy(data) if is_plain else None)
     # Pillow reads only some kinds of TIFF files. `read_stack` tries all files that Pillow refuses.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:
@@ -214,21 +216,21 @@ def list_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
+def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, int, list[int]]:
     """Read the segments of a JPEG up to its pixels.
 
     Returns:
-        (height, width, orientation, tags): height and width are those in the frame header, or 0 if
-        there is no such header. The orientation is a number from 1 to 8 in the EXIF data, or else
-        in the XMP data, or else 1. `tags` are the offsets of the segments that may contain EXIF or
-        XMP data.
+        (height, width, components, orientation, tags): the first three are those in the frame
+        header, or 0 if there is no such header. The orientation is a number from 1 to 8 in the EXIF
+        data, or else in the XMP data, or else 1. `tags` are the offsets of the segments that may
+        contain EXIF or XMP data.
     """
     start = 2
     end = len(data) - 8
     # Collect EXIF and XMP data in an empty image, because Pillow reads the orientation from the
     # `info` of an image.
     metadata = Image.Image()
-    size = (0, 0)
+    frame = (0, 0, 0)
     tags = []
     while start < end and data[start] == 0xFF:
         kind = data[start + 1]
@@ -236,7 +238,7 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if kind == 0xDA:
             break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            size = struct.unpack(">HH", data[start + 5 : start + 9].data)
+            frame = struct.unpack(">HHB", data[start + 5 : start + 10].data)
         # A fill byte is one byte long, and a marker without payload two bytes. All other segments
         # contain their length.
         step = 1 if kind == 0xFF else 2
@@ -252,9 +254,8 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
             elif segment.startswith(XMP):
                 metadata.info["xmp"] = segment[len(XMP) :]
         start += step
-    height, width = size
     orientation = read_orientation(metadata) if metadata.info else 1
-    return height, width, orientation, tags
+    return *frame, orientation, tags
 
 
 def read_orientation(image: Image.Image) -> int:

@@ -36,7 +36,7 @@ class Picture:
             `FACTORS`, or 1. With factor 1, the result has the full size of the image, or the
             size in which a cache stores it. With another factor, the result may be smaller, but
             each side has at least about 1 / factor of its full length.
-        jpeg: the bytes of an upright JPEG, (n,) uint8; None for all other images.
+        jpeg: the bytes of an upright JPEG, gray or RGB, (n,) uint8; None for all other images.
     """
 
     height: int

@@ -96,7 +96,7 @@ def resize_and_center_crop(
     images: Tensor,
     size: ImageSize,
     shorter: ImageSize,
-    interpolation: str = BILINEAR,
+    interpolation: str,
 ) -> Tensor:
     """Resize images (..., C, H, W) to just cover `shorter`, and crop `size` from the center."""
     height, width = images.shape[-2:]

@@ -234,8 +234,8 @@ class ProcessPipeline(Staged):
                 # pass, which does nothing here.
                 stage.dw_builder = lambda: lambda: None
                 unsplit.append(index)
-            self.calls.watch_messages(stage)
-            self._watch_calls(stage, index)
+            self.calls.suppress_messages(stage)
+            self._wrap_calls(stage, index)
             pipeline_stages.append(stage)
         if any(self.world.gather(unsplit)):
             self.context.say(
@@ -379,7 +379,7 @@ class ProcessPipeline(Staged):
                 stage.to("cpu")
         return samples
 
-    def _watch_calls(
+    def _wrap_calls(
         self,
         stage: PipelineStage,
         index: int,
@@ -389,13 +389,10 @@ class ProcessPipeline(Staged):
         def wrap(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
                 letter = kind if kwargs.get("full_backward", True) else "I"
-                # If a backward pass is split, the first stage has no gradient of its input, and a
-                # stage with `dw_builder` has computed all gradients already.
-                is_empty = (letter, index) == ("I", 0) or (letter == "W" and bool(stage.dw_builder))
                 work = partial(method, chunk, *args, **kwargs)
                 action = Action(letter, index, chunk)
                 with self.recorder.action(self.pipe_rank, action), unwrap_stage_errors():
-                    return self.calls.run(work, stage, chunk, is_empty)
+                    return self.calls.run(work, stage, action)
 
             return run
 
@@ -429,14 +426,13 @@ class ProcessPipeline(Staged):
         # Copy the buffers that a pass may read from the first replica to the others. With several
         # micro-batches no copy is needed: `check_stages` has refused models whose passes change
         # such buffers.
-        if self._broadcasts and self.plan.microbatches == 1 and self.calls.recorder is None:
+        if self._broadcasts and self.plan.microbatches == 1 and self.calls.step_recorder is None:
             self.sync_weights({})
         arguments = (batch.inputs,) if 0 in self.local_stages else ()
         target = batch.targets if self.last in self.local_stages else None
         with translate_peer_errors(), self.recorder.step():
             self.schedule.step(*arguments, target=target, return_outputs=False)
-            if any(deferred.layers for deferred in self.deferred.values()):
-                self.calls.run(self.commit_statistics)
+            self.calls.run(self.commit_statistics)
         if self._losses:
             return torch.stack(self._losses).sum()
         return torch.zeros((), device=self.device)
@@ -450,20 +446,12 @@ class ProcessPipeline(Staged):
     ) -> tuple[Callable[[], None], Tensor]:
         """Capture the calls of a pass, whose replay exchanges messages as an eager pass does."""
         run = partial(self.forward_backward, batch, weight, sync)
-        try:
-            with self.calls.recording(recorder) as recorded, self.recorder.off():
-                loss = run()
-        except BaseException:
-            for deferred in self.deferred.values():
-                deferred.abandon()
-            # Otherwise the next step would find what this one has left behind.
-            for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
-                getattr(self.schedule, name, []).clear()
-            raise
+        with self.calls.capturing(recorder) as captured, self.recorder.off():
+            loss = run()
         self.forget_figures()
 
         def replay() -> None:
-            with self.calls.replaying(recorded):
+            with self.calls.replaying(captured):
                 loss.copy_(run())
 
         return replay, loss

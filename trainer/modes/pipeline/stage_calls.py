@@ -8,7 +8,7 @@ of these graphs, and a rank receives into the same memory as in eager steps.
 A capture computes nothing, so its messages would be rubbish, and none are sent.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,23 +19,26 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
 from trainer.devices.cuda_graphs import StepRecorder
+from trainer.modes.pipeline.orders import Action
 
 
 @dataclass
-class RecordedCall:
+class CapturedCall:
     """A captured call.
 
     Attributes:
+        action: The action, or None for a loss or statistics.
         replay: Replays its graph.
         result: What the call returned, without autograd history.
-        sent: What the call left in the stage to be sent: the entries of its micro-batch in the
-            stage's `fwd_cache` and `bwd_cache`. The references also keep later graphs from
-            overwriting a message while it is sent.
+        caches: The stage's `fwd_cache` and `bwd_cache` after the call, which contain the messages
+            to be sent. The references also keep later graphs from overwriting a message while it is
+            sent.
     """
 
+    action: Action | None
     replay: Callable[[], None]
     result: Any
-    sent: tuple[Any, Any]
+    caches: Sequence[dict[int, Any]]
 
 
 class StageCalls:
@@ -43,27 +46,30 @@ class StageCalls:
 
     def __init__(self) -> None:
         # Captures the calls. None outside of a capture.
-        self.recorder: StepRecorder | None = None
-        self._recorded: list[RecordedCall] = []
+        self.step_recorder: StepRecorder | None = None
+        self._captured: list[CapturedCall] = []
         # Calls of the running step that are not replayed yet. None unless the step is replayed.
-        self._replayed: Iterator[RecordedCall] | None = None
+        self._replayed: Iterator[CapturedCall] | None = None
 
     @contextmanager
-    def recording(self, recorder: StepRecorder) -> Iterator[list[RecordedCall]]:
+    def capturing(self, recorder: StepRecorder) -> Iterator[list[CapturedCall]]:
         """Capture the calls of the step in this block, and yield the list that will have them."""
-        self.recorder = recorder
-        self._recorded = []
+        self.step_recorder = recorder
+        self._captured = []
         try:
-            yield self._recorded
+            yield self._captured
         finally:
-            self.recorder = None
+            self.step_recorder = None
 
     @contextmanager
-    def replaying(self, recorded: Iterable[RecordedCall]) -> Iterator[None]:
+    def replaying(self, captured: Iterable[CapturedCall]) -> Iterator[None]:
         """Replay these calls in the step in this block."""
-        self._replayed = iter(recorded)
+        self._replayed = iter(captured)
         try:
             yield
+            assert next(self._replayed, None) is None, (
+                "a step has fewer calls than the captured one"
+            )
         finally:
             self._replayed = None
 
@@ -71,16 +77,14 @@ class StageCalls:
         self,
         work: Callable[[], Any],
         stage: PipelineStage | None = None,
-        microbatch: int = 0,
-        is_empty: bool = False,
+        action: Action | None = None,
     ) -> Any:
         """Run the next call of a step.
 
         Args:
             work: the call.
-            stage: the stage in which the call leaves messages, if any.
-            microbatch: index of the micro-batch.
-            is_empty: True if the call computes nothing, and so cannot be captured.
+            stage: torch's stage, in which the call leaves messages.
+            action: the action that the stage computes. None for a loss or statistics.
 
         Returns:
             The result of `work`, or of the replayed call.
@@ -88,29 +92,23 @@ class StageCalls:
         Raises:
             NotCapturable: the call cannot be captured.
         """
-        caches: list[dict[int, Any]] = []
-        if stage:
-            caches = [stage.fwd_cache, stage.bwd_cache]
         if self._replayed is not None:
             call = next(self._replayed)
+            assert call.action == action, "a step has other calls than the captured one"
             call.replay()
-            for cache, entry in zip(caches, call.sent, strict=False):
-                if entry is not None:
-                    cache[microbatch] = entry
+            if stage:
+                # Copies, because the schedule removes what it has sent.
+                stage.fwd_cache, stage.bwd_cache = map(dict, call.caches)
             return call.result
-        if self.recorder is None:
+        if self.step_recorder is None:
             return work()
-        if is_empty:
-            replay, result = (lambda: None), work()
-        else:
-            replay, result = self.recorder.record(work)
-        sent = tuple(cache.get(microbatch) for cache in caches)
-        self._recorded.append(
-            RecordedCall(replay, *tree_map_only(Tensor, Tensor.detach, (result, sent)))
-        )
+        replay, result = self.step_recorder.record(work)
+        caches = [stage.fwd_cache, stage.bwd_cache] if stage else []
+        kept = tree_map_only(Tensor, Tensor.detach, (result, caches))
+        self._captured.append(CapturedCall(action, replay, *kept))
         return result
 
-    def watch_messages(self, stage: Any) -> None:
+    def suppress_messages(self, stage: Any) -> None:
         """Send and receive nothing for this stage in captures."""
         for name in (
             "get_fwd_recv_ops",
@@ -123,4 +121,4 @@ class StageCalls:
     def _list_messages(self, method: Callable[[int], list[Any]], microbatch: int) -> list[Any]:
         # The method is also called in a capture, because it removes what was sent from the stage.
         messages = method(microbatch)
-        return messages if self.recorder is None else []
+        return messages if self.step_recorder is None else []

@@ -1,16 +1,21 @@
 """Tests that need a CUDA device; they are skipped with a reason without one."""
 
+import io
 from contextlib import ExitStack
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.command_line import QUIET, free_port, latest, losses, ok, result, torchrun, trainer
+from tests.data.photo_folders import scene
 from tests.modes import ways
 from tests.modes.ways import EXACT, ONE_PROCESS
+from trainer.data.gpu_decoding import load_decoder
+from trainer.data.photos.jpeg import decode_jpeg
 
 pytestmark = pytest.mark.gpu
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -306,6 +311,8 @@ OVER_NCCL = {name: words for name, words in EXACT.items() if name not in ONE_PRO
 OVER_NCCL["ddp unequal"] = ["mode=ddp", "nproc=2", "shares=[3,1]"]
 OVER_NCCL["ddp recomputed"] = ["mode=ddp", "nproc=2", "recompute=true", "accumulate=2"]
 OVER_NCCL["fsdp unequal"] = ["mode=fsdp", "nproc=2", "shares=[3,1]", "recompute=true"]
+for name in ("ddp", "fsdp", "1f1b", "interleaved1f1b"):
+    OVER_NCCL[f"{name} replayed"] = [*EXACT[name], "graphs=true"]
 OVER_NCCL["fsdp offload"] = ["mode=fsdp", "nproc=2", "fsdp.offload=true"]
 FULL_FP32 = {**GPU, "NVIDIA_TF32_OVERRIDE": "0"}
 TRAINED = [*ways.SMALL, *ways.SHALLOW, *ways.TWICE]
@@ -355,6 +362,9 @@ def test_ranks_on_one_card_over_nccl_train_as_single_does(name, single, tmp_path
     words = [*TRAINED, *(word for word in OVER_NCCL[name] if word != nproc)]
     over_nccl(tmp_path / "run", words, int(nproc.partition("=")[2]))
     assert_same(tmp_path / "run", single)
+    assert result(tmp_path / "run")["graphs"] == (
+        "replayed" if "graphs=true" in words else "launched"
+    )
 
 
 @pytest.mark.parametrize("offload", ["false", "true"])
@@ -399,3 +409,39 @@ def test_a_large_teacher_in_shards_over_nccl(tmp_path):
     ok(*words, "mode=single", f"output={tmp_path / 'single'}", env=FULL_FP32)
     over_nccl(tmp_path / "run", [*words, "mode=fsdp"], 2)
     assert_same(tmp_path / "run", tmp_path / "single")
+
+
+# Photos that a GPU decodes.
+
+JPEGS = {
+    "baseline": {},
+    "progressive": {"progressive": True},
+    "full color": {"subsampling": 0},
+    "restarts": {"restart_marker_rows": 1},
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_gpu_decodes_nearly_the_pixels_of_a_cpu(kind, channels):
+    file = io.BytesIO()
+    Image.fromarray(scene()).save(file, "JPEG", quality=90, **JPEGS[kind])
+    data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    decode = load_decoder(torch.device("cuda", 0), channels)
+    on_gpu = [image.cpu().int() for image in decode([data, data])]
+    difference = (on_gpu[0] - decode_jpeg(data, channels).int()).abs().float()
+    print(f"{kind}, {channels} channels: {difference.mean():.3f}, at most {difference.max():.0f}")
+    assert torch.equal(*on_gpu) and difference.mean() <= 2
+
+
+def test_a_run_whose_photos_the_gpu_decodes_learns_as_one_of_the_workers(tmp_path):
+    for part, number in product(("train", "val"), range(32)):
+        folder = tmp_path / "photos" / part / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.roll(scene(160 + number, 200), 90 * (number % 2), axis=2)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=60)
+    words = ["data.name=imagefolder", f"data.root={tmp_path / 'photos'}", "data.image_size=128"]
+    words += ["model.name=cnn_gn", "batch_size=8", "epochs=3", "augment.crop=resized", *QUIET]
+    for where in ("cpu", "gpu"):
+        ok(*words, f"data.decode={where}", f"output={tmp_path / where}", env=GPU)
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=0.05)

@@ -86,7 +86,7 @@ class PhotoDecoder:
         _, epoch, index = key
         memory = slot.flatten(1)
         if not report.encoded:
-            if epoch is not None and not self._has_decoded:
+            if report.rows and epoch is not None and not self._has_decoded:
                 raise RecipeError(
                     f"data.decode=gpu decodes none of the first {report.rows} photos: they are "
                     f"larger than {memory.shape[1]:,} bytes, turned, or no JPEGs of RGB or gray "

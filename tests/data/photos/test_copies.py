@@ -15,6 +15,7 @@ from trainer.data.photos.decoding import open_encoded
 from trainer.data.photos.jpeg import decode_jpeg, encode_jpeg
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_pool import InProcess
+from trainer.errors import SetupError
 from trainer.recipe import load
 
 GPU = torch.device("cuda", 0)
@@ -37,6 +38,11 @@ class Jpegs(Pictures):
     def open(self, index, channels):
         data = encode_jpeg(10 * self.read(index, channels)[0], quality=95)
         return open_encoded(data.numpy(), channels), index
+
+
+class BrokenJpegs(Jpegs):
+    def open(self, index, channels):
+        raise ValueError("broken on purpose")
 
 
 def decode_on_gpu(data):
@@ -68,8 +74,9 @@ def feed(kind, *words):
         return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         return PhotoFeed(readers(Pictures(), recipe), 0, GPU)
-    if kind == "jpegs":
-        pool = readers(Jpegs(), load(None, "data.image_size=16", "data.decode=gpu"))
+    if kind in ("jpegs", "broken jpegs"):
+        source = Jpegs() if kind == "jpegs" else BrokenJpegs()
+        pool = readers(source, load(None, "data.image_size=16", "data.decode=gpu"))
         with mock.patch.object(
             gpu_decoding, "load_decoder", lambda device, channels: decode_on_gpu
         ):
@@ -125,6 +132,11 @@ def test_jpegs_are_decoded_on_the_stream_of_the_copies():
             # A step waits for the decoded images, without another copy.
             assert (images.sum((1, 2, 3)) / 768 - 10 * labels).abs().max() <= 2
         assert machine.errors == []
+
+
+def test_a_photo_that_a_worker_cannot_read_is_named():
+    with simulated(1), pytest.raises(SetupError, match="broken on purpose"):
+        next(feed("broken jpegs").training(0, np.arange(24).reshape(6, 4)))
 
 
 def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():

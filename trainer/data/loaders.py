@@ -249,14 +249,14 @@ class Loader:
         for part, labels, augment, needed in splits:
             feed: MemoryFeed | PhotoFeed
             if pool is not None and part in sources:
-                assert not isinstance(part, ImageSet | TensorSet)
+                number = sources.index(part)
                 decoder = None
                 if recipe.data.decode == "gpu":
                     # The decoder does not read, and so needs no memory for batches.
-                    shape = buffered(datasets, part is datasets.train).shape
-                    reader = Reader(part, torch.empty(0, 1, *shape), torch.empty(0), recipe, False)
+                    images = torch.empty(0, 1, *buffered(datasets, part is datasets.train).shape)
+                    reader = Reader(sources[number], images, torch.empty(0), recipe, False)
                     decoder = PhotoDecoder(device, reader)
-                feed = PhotoFeed(pool, sources.index(part), device, decoder)
+                feed = PhotoFeed(pool, number, device, decoder)
             elif needed and isinstance(part, ImageSet):
                 feed = ImageFeed(
                     part,

@@ -207,8 +207,9 @@ class FullyShardedDataParallel(Strategy):
             # Torch sums gradients over the shards in every pass, but over replicas only on demand.
             # Between passes it keeps a sum over the shards in Python, where no replay finds it.
             if self.world.grid.size("replicas") > 1:
-                reduces = sync or self.captures_exchange
-                next(self._sharded_modules()).set_requires_all_reduce(reduces)
+                next(self._sharded_modules()).set_requires_all_reduce(
+                    sync or self.captures_exchange
+                )
             loss = super().forward_backward(batch, weight, sync)
             used = [name for name, p in self.sharded.items() if p.grad is not None]
             self.order.end_pass(used)

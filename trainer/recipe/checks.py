@@ -37,8 +37,6 @@ TWO_PARTS = "backward passes in two parts"
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
-# Maximum number of possible values in a message.
-MOST_CHOICES = 8
 
 # Name of an option that some mode refuses -> a key and a value that turn the option on.
 OPTIONS = {
@@ -106,8 +104,8 @@ def divides_evenly(recipe: Recipe, count: int, accumulate: int | None = None) ->
     unit = (accumulate or recipe.pieces) * recipe.augment.together
     divisor = count * unit
     # If local batches may have different sizes, the batch need not be a multiple of their number.
-    is_uneven = recipe.traits.same_maths and not recipe.traits.micro_batches
-    if is_uneven or fixed_shares(recipe):
+    traits = recipe.traits
+    if fixed_shares(recipe) or (traits.same_maths and not traits.micro_batches):
         divisor = unit
     return recipe.batch_size >= count * unit and recipe.batch_size % divisor == 0
 
@@ -443,9 +441,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
         reason = _explain_refusal(schedule, int(wanted_count), recipe, processes)
     reason = reason or f"{what} do not divide into equal micro-batches like that"
     key = argument.partition("=")[0]
-    raise RecipeError(
-        f"{argument}: {reason}; try {key}={list_some([*map(str, choices)], MOST_CHOICES)}"
-    )
+    raise RecipeError(f"{argument}: {reason}; try {key}={list_some([*map(str, choices)], 8)}")
 
 
 def _explain_refusal(

@@ -423,9 +423,14 @@ class Ledger:
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
 
-    def start_part(self, part: str) -> str:
-        """Start the activity `part` and return the previous one."""
-        now = time.perf_counter()
+    def start_part(self, part: str, at: float | None = None) -> str:
+        """Start the activity `part` and return the previous one.
+
+        Args:
+            part: The new activity.
+            at: Start of the new activity, as a value of `time.perf_counter`; None for now.
+        """
+        now = time.perf_counter() if at is None else at
         before = self._part
         self.seconds[before] += now - self._since
         self._since = now
@@ -445,12 +450,12 @@ class Ledger:
         that has exited.
         """
         synchronise(self.devices)
-        before = self.start_part(part)
+        before = self.start_part(part, time.perf_counter())
         try:
             yield
             synchronise(self.devices)
         finally:
-            self.start_part(before)
+            self.start_part(before, time.perf_counter())
 
     def note_steps(
         self,

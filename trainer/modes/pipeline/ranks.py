@@ -405,13 +405,12 @@ class ProcessPipeline(Staged):
         self,
         outputs: Tensor,
         targets: Tensor,
-    ) -> Tensor:
+    ) -> Any:
         def compute_losses() -> tuple[Tensor, Tensor]:
             loss = self.weighted_loss(outputs, targets, self._weight)
             return loss, self.context.scale(loss)
 
-        losses: tuple[Tensor, Tensor] = self.calls.run(compute_losses)
-        loss, scaled = losses
+        loss, scaled = self.calls.run(compute_losses)
         self._losses.append(loss.detach())
         return scaled
 

@@ -47,7 +47,6 @@ class StageCalls:
     def __init__(self) -> None:
         # Captures the calls. None outside of a capture.
         self.step_recorder: StepRecorder | None = None
-        self._captured: list[CapturedCall] = []
         # Calls of the running step that are not replayed yet. None unless the step is replayed.
         self._replayed: Iterator[CapturedCall] | None = None
 
@@ -55,7 +54,7 @@ class StageCalls:
     def capturing(self, recorder: StepRecorder) -> Iterator[list[CapturedCall]]:
         """Capture the calls of the step in this block, and yield the list that will have them."""
         self.step_recorder = recorder
-        self._captured = []
+        self._captured: list[CapturedCall] = []
         try:
             yield self._captured
         finally:
@@ -104,8 +103,8 @@ class StageCalls:
             return work()
         replay, result = self.step_recorder.record(work)
         caches = [stage.fwd_cache, stage.bwd_cache] if stage else []
-        kept = tree_map_only(Tensor, Tensor.detach, (result, caches))
-        self._captured.append(CapturedCall(action, replay, *kept))
+        kept = tree_map_only(Tensor, Tensor.detach, [action, replay, result, caches])
+        self._captured.append(CapturedCall(*kept))
         return result
 
     def suppress_messages(self, stage: Any) -> None:

@@ -94,6 +94,7 @@ class PhotoDecoder:
                 )
             return
         self._has_decoded = True
+        source = self._reader.source
         prepare = self._reader.build_preparation(epoch, index)
         for first in range(0, len(report.encoded), TOGETHER):
             rows = report.encoded[first : first + TOGETHER]
@@ -107,7 +108,7 @@ class PhotoDecoder:
                     if is_of_device(error):
                         raise
                     raise SetupError(
-                        f"{self._reader.where(index[row])} cannot be read "
+                        f"{source.where(index[row] % len(source))} cannot be read "
                         f"({describe_failure(error)}): remove it, or use data.decode=cpu"
                     ) from error
         # Padding repeats the last sample.

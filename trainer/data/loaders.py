@@ -253,8 +253,13 @@ class Loader:
                 decoder = None
                 if recipe.data.decode == "gpu":
                     # The decoder does not read, and so needs no memory for batches.
-                    images = torch.empty(0, 1, *buffered(datasets, part is datasets.train).shape)
-                    reader = Reader(sources[number], images, torch.empty(0), recipe, False)
+                    reader = Reader(
+                        sources[number],
+                        torch.empty(0, 1, *buffered(datasets, part is datasets.train).shape),
+                        torch.empty(0),
+                        recipe,
+                        False,
+                    )
                     decoder = PhotoDecoder(device, reader)
                 feed = PhotoFeed(pool, number, device, decoder)
             elif needed and isinstance(part, ImageSet):

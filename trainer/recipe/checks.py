@@ -208,13 +208,14 @@ def check_options(recipe: Recipe) -> None:
                 f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind"
             )
     _refuse(recipe, traits.refuses)
-    values = flatten(recipe.to_dict())
-    for key, value in GPU_DECODING.items():
-        if recipe.data.decode == "gpu" and values[key] != value:
-            raise RecipeError(
-                f"{format_argument(key, values[key])} does not work with data.decode=gpu: type "
-                f"{format_argument(key, value)}, or data.decode=cpu"
-            )
+    if recipe.data.decode == "gpu":
+        values = flatten(recipe.to_dict())
+        for key, value in GPU_DECODING.items():
+            if values[key] != value:
+                raise RecipeError(
+                    f"{format_argument(key, values[key])} does not work with data.decode=gpu: "
+                    f"type {format_argument(key, value)}, or data.decode=cpu"
+                )
     if recipe.model.probe:
         _check_probe(recipe)
     if traits.staged and recipe.recompute == "auto":

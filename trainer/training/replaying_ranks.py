@@ -1,6 +1,7 @@
 """Ranks that capture and replay a step together: agreement on whether all of them can.
 
-NCCL requires that either all ranks capture a collective or none, and so for its replays.
+NCCL requires that either all ranks capture a collective or none, and so for its replays. Ranks of a
+pipeline follow the same rule, because they compare their captures together.
 """
 
 from collections.abc import Callable

@@ -6,9 +6,10 @@ step has a graph of its own, because the passes of later micro-batches add to it
 that depend on the number of the step stay outside the graphs or are tensors: inputs, learning rate,
 moving average. Timers and everything that ranks agree on stay outside too.
 
-If ranks exchange gradients in a pass, its graph contains the exchange. Then all ranks capture the
-same step, and either all of them replay a step, or none does, because NCCL requires it: see "Using
-NCCL with CUDA Graphs" in its user guide.
+If ranks exchange messages in a pass, all ranks capture the same step, and either all of them replay
+a step, or none does. The graphs contain the collectives of `ddp` and `fsdp`, for which NCCL
+requires it: see "Using NCCL with CUDA Graphs" in its user guide. Stages in several processes send
+their messages between the graphs.
 
 The first steps are eager: they choose kernels, compile, and allocate memory. A capture computes
 nothing. Then a replay repeats the last eager step from its initial state (`step_evidence`), and
@@ -193,7 +194,10 @@ class GraphSteps(EagerSteps):
         """Capture the previous step, whose results are known, and verify the capture.
 
         A step that is not finite is not captured. If a capture fails, all later steps are eager.
-        Collective if ranks exchange gradients in passes.
+        Collective if ranks exchange messages in passes.
+
+        Raises:
+            RecipeError: ranks exchange messages in passes, and the capture failed on one of them.
         """
         evidence = self._evidence
         self._evidence = None

@@ -119,10 +119,9 @@ def open_encoded(
                 # it a second time. Change their type to one that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
-            decode = partial(_decode_jpeg, data, channels, orientation)
             # Decoders on GPUs refuse CMYK colors.
-            is_plain = orientation == 1 and components in (1, 3)
-            return Picture(*size, decode, torch.from_numpy(data) if is_plain else None)
+            jpeg = torch.from_numpy(data) if orientation == 1 and components in (1, 3) else None
+            return Picture(*size, partial(_decode_jpeg, data, channels, orientation), jpeg)
     # Pillow reads only some kinds of TIFF files. `read_stack` tries all files that Pillow refuses.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:

@@ -329,10 +329,8 @@ class Reader:
         before = self._uncached
         failures: list[Unreadable] = []
         encoded = []
-        attempts = 1
+        attempts = NEIGHBOURS if self.skip and epoch is not None else 1
         row = 0
-        if self.skip and epoch is not None:
-            attempts = NEIGHBOURS
         with private_draws(), self._generators.restored():
             prepare = self.build_preparation(epoch, index)
             for place in index.tolist():
@@ -371,10 +369,6 @@ class Reader:
             self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
         )
         return partial(draws.apply, size=self.size)
-
-    def where(self, place: int) -> str:
-        """Return the name of the sample at `place` of an epoch's order."""
-        return self.source.where(place % len(self.source))
 
     @cached_property
     def _generators(self) -> Generators:
@@ -415,7 +409,7 @@ class Reader:
             return image, label, []
         except Exception as error:
             # Decoders and users' data sets can raise any exception.
-            return None, 0, [(self.where(place), describe_failure(error))]
+            return None, 0, [(self.source.where(sample), describe_failure(error))]
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:

@@ -1,17 +1,25 @@
 """data.decode=gpu, with a CPU's decoder in the place of a GPU's."""
 
+import sys
+import warnings
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 
 from tests.command_line import latest, suggested, trainer
 from tests.data.loading import epoch
 from tests.data.photo_folders import exif, scene
+from tests.simulated.simcuda import simulated
+from trainer.commands.predict import labelling
+from trainer.commands.predict.labelling import Labeller, Preparation
 from trainer.data import as_pictures, gpu_decoding, open_datasets
 from trainer.data.gpu_decoding import load_decoder
 from trainer.data.photos import photo_reader
+from trainer.data.photos.copies import copy_to_device
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
@@ -20,6 +28,7 @@ from trainer.devices.cuda_graphs import host_random_states
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, load
 from trainer.recipe.checks import check_options
+from trainer.tasks import Classification
 
 
 def pixels(height, width):
@@ -212,6 +221,107 @@ def test_cmyk_is_left_to_the_workers(tmp_path):
         assert (open_image(str(path), 3).jpeg is not None) == is_kept
 
 
+# Predictions.
+
+
+class Recorder(nn.Module):
+    """Two classes; keeps its inputs."""
+
+    def forward(self, images):
+        self.images = images.clone()
+        return images.new_zeros(len(images), 2)
+
+
+SMALL = Preparation(64, 73, 3, (0.5,) * 3, (0.25,) * 3)
+
+
+def predictor(*words, device="cpu", preparation=SMALL, **options):
+    """Return a worker of predict whose device decodes photos."""
+    recipe = load(None, *words, "precision=fp32", "graphs=false")
+    task = Classification(recipe, ("a", "b"))
+    worker = Labeller(Recorder(), preparation, recipe, task, gpu_decoding=True, **options)
+    worker.setup(torch.device(device))
+    return worker
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_predict_decodes_the_same_photos_as_an_evaluation(
+    loading, photos, monkeypatch, decoder, threads
+):
+    """Its pixels are those of the evaluation, in the data set's order."""
+    # The GPU's pixels are darker, so that it matters which photos it decodes.
+    decode = decoder.__class__.__call__
+    monkeypatch.setattr(
+        FakeDecoder, "__call__", lambda self, data: [one // 2 for one in decode(self, data)]
+    )
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.image_size=64"]
+    words += ["augment.crop=resized", "batch_size=7", "data.workers=0", "data.decode=gpu"]
+    datasets = open_datasets(load(None, *words))
+    loader = loading(datasets, *words)
+    evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
+    with warnings.catch_warnings():
+        worker = predictor(
+            *words, preparation=Preparation.of(datasets), source=datasets.val, threads=threads
+        )
+    decoder.lists.clear()
+    items = list(range(len(datasets.val)))
+    paths = [datasets.val.where(item) for item in items]
+    for rows in (items, paths):
+        assert [row.error for row in worker.batch(worker.prepare(rows))] == [""] * len(rows)
+        assert torch.equal(worker.model.images, evaluated)
+    # All photos except the turned one, the large one and the PNG.
+    assert decoder.lists == [18, 18]
+
+
+def test_predict_names_a_damaged_photo_and_labels_the_others(tmp_path, decoder):
+    paths = []
+    for number in range(5):
+        paths.append(str(tmp_path / f"{number}.jpg"))
+        Image.fromarray(scene(60, 90)).save(paths[-1], quality=60)
+    data = bytearray((tmp_path / "2.jpg").read_bytes())
+    table = data.index(b"\xff\xc4")
+    data[table + 4 : table + 40] = b"\xff" * 36
+    (tmp_path / "2.jpg").write_bytes(data)
+    (tmp_path / "3.jpg").write_bytes(data[:30])
+    Image.fromarray(scene(2, 2500)).save(paths[4])
+    worker = predictor()
+    assert [bool(row.error) for row in worker.batch(paths)] == [False, False, True, True, True]
+    assert 1 in decoder.lists
+
+
+@pytest.mark.parametrize("step", ["decode_jpeg", "prepare_for_evaluation"])
+def test_an_error_of_the_gpu_reaches_the_pool(photos, monkeypatch, decoder, step):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = predictor()
+    place = labelling if step == "prepare_for_evaluation" else sys.modules[__name__]
+    monkeypatch.setattr(place, step, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.batch([str(photos / "val" / "a" / "00.jpg")])
+
+
+def test_predict_on_a_simulated_gpu_has_no_race(photos, monkeypatch):
+    paths = [str(path) for path in sorted((photos / "val").rglob("*.*"))]
+    inputs = []
+    for device in ("cpu", "cuda:0"):
+        with simulated(1) as machine:
+            monkeypatch.setattr(
+                gpu_decoding,
+                "load_decoder",
+                lambda device, channels: (
+                    lambda data: [copy_to_device(decode_jpeg(one, 3), device) for one in data]
+                ),
+            )
+            worker = predictor(device=device)
+            assert not any(row.error for row in worker.batch(paths))
+            inputs.append(worker.model.images.cpu())
+        assert machine.errors == []
+    difference = (inputs[0] - inputs[1]).abs().max()
+    # Two levels of 255, in units of the standard deviation of 0.25.
+    assert difference <= 2 / 255 / 0.25
+
+
 # Requirements.
 
 
@@ -234,6 +344,13 @@ def test_a_run_without_a_gpu_suggests_what_works(photos, tmp_path):
     ended = trainer(*words, "data.decode=gpu")
     assert ended.returncode == 2
     assert suggested(ended.stderr) == ["data.decode=cpu"]
+    assert trainer(*words).returncode == 0
+    words = ["predict", str(tmp_path / "run"), str(photos / "val"), "devices=[cpu]"]
+    words.append(f"output={tmp_path / 'labels'}")
+    ended = trainer(*words, "data.decode=gpu")
+    assert ended.returncode == 2
+    assert suggested(ended.stderr) == ["data.decode=cpu"]
+    assert trainer(*words, "data.decode=cpu").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ The pixels differ from those of a worker, because the decoders differ, because a
 float and not in bytes, and because a worker decodes large photos at a reduced size (`lazy_images`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from torch import Tensor
 from trainer.data.photos.decoding import describe_failure, open_encoded
 from trainer.data.photos.jpeg import encode_jpeg
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import Key, Reader, Report, private_draws
+from trainer.data.photos.photo_reader import Key, PhotoPreparation, Report, private_draws
+from trainer.data.sets import PhotoSource
 from trainer.errors import RecipeError, SetupError, is_out_of_memory
+from trainer.recipe import Recipe
 
 # Maximum number of photos that are decoded together, so that few are in memory in full size.
 TOGETHER = 32
@@ -56,18 +59,58 @@ def is_of_device(error: Exception) -> bool:
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
-class PhotoDecoder:
-    """Decodes and prepares the photos that a `Reader` has left encoded."""
+class JpegDecoder:
+    """Decodes JPEGs on a device, and those that the device refuses on the CPU."""
 
-    def __init__(self, device: torch.device, reader: Reader) -> None:
-        """Prepare to decode what a reader with the same arguments delivers.
+    def __init__(self, device: torch.device, channels: int) -> None:
+        """Prepare to decode JPEGs to 1 or 3 channels.
 
         Raises:
             RecipeError: the device cannot decode JPEGs.
         """
         self._device = device
-        self._reader = reader
-        self._decode = load_decoder(device, reader.channels)
+        self._channels = channels
+        self._decode = load_decoder(device, channels)
+
+    def open(self, data: Iterable[Tensor]) -> Iterator[Picture]:
+        """Yield the photos of JPEGs, each (n,) uint8 on the CPU. Their pixels are on the device.
+
+        Lists of `TOGETHER` JPEGs are taken from `data` and decoded when they are needed.
+        """
+        remaining = iter(data)
+        while together := [*islice(remaining, TOGETHER)]:
+            yield from self._open(together)
+
+    def _open(self, data: list[Tensor]) -> list[Picture]:
+        """Decode photos on the device. Those that it refuses will be decoded on the CPU."""
+        try:
+            return [*map(Picture.of, self._decode(data))]
+        except Exception as error:
+            # The errors of decoders have many types, and do not name the photo.
+            if is_of_device(error):
+                raise
+        if len(data) > 1:
+            half = len(data) // 2
+            return self._open(data[:half]) + self._open(data[half:])
+        picture = open_encoded(data[0].numpy(), self._channels)
+        return [replace(picture, decode=lambda factor: picture.decode(factor).to(self._device))]
+
+
+class PhotoDecoder:
+    """Decodes and prepares the photos of a source that a `Reader` has left encoded."""
+
+    def __init__(
+        self, device: torch.device, source: PhotoSource, recipe: Recipe, shape: Sequence[int]
+    ) -> None:
+        """Prepare to decode to images of `shape` (H, W, C).
+
+        Raises:
+            RecipeError: the device cannot decode JPEGs.
+        """
+        height, width, channels = shape
+        self._source = source
+        self._preparation = PhotoPreparation(recipe, (height, width))
+        self._decoder = JpegDecoder(device, channels)
         self._has_decoded = False
 
     def fill(self, images: Tensor, slot: Tensor, report: Report, key: Key) -> None:
@@ -94,36 +137,21 @@ class PhotoDecoder:
                 )
             return
         self._has_decoded = True
-        source = self._reader.source
-        prepare = self._reader.build_preparation(epoch, index)
-        for first in range(0, len(report.encoded), TOGETHER):
-            rows = report.encoded[first : first + TOGETHER]
-            # Copies, because on a CPU the pixels replace the bytes.
-            pictures = self._open([memory[row, :length].clone() for row, length in rows])
-            for (row, _), picture in zip(rows, pictures, strict=True):
-                try:
-                    with private_draws():
-                        images[row] = prepare(row, picture).permute(1, 2, 0)
-                except Exception as error:
-                    if is_of_device(error):
-                        raise
-                    raise SetupError(
-                        f"{source.where(index[row] % len(source))} cannot be read "
-                        f"({describe_failure(error)}): remove it, or use data.decode=cpu"
-                    ) from error
+        prepare = self._preparation.draw(epoch, index)
+        # Copies, because on a CPU the pixels replace the bytes.
+        data = (memory[row, :length].clone() for row, length in report.encoded)
+        pictures = self._decoder.open(data)
+        for (row, _), picture in zip(report.encoded, pictures, strict=True):
+            try:
+                with private_draws():
+                    images[row] = prepare(row, picture).permute(1, 2, 0)
+            except Exception as error:
+                if is_of_device(error):
+                    raise
+                source = self._source
+                raise SetupError(
+                    f"{source.where(index[row] % len(source))} cannot be read "
+                    f"({describe_failure(error)}): remove it, or use data.decode=cpu"
+                ) from error
         # Padding repeats the last sample.
         images[report.rows :] = images[report.rows - 1]
-
-    def _open(self, data: list[Tensor]) -> list[Picture]:
-        """Decode photos on the device. Those that it refuses will be decoded on the CPU."""
-        try:
-            return [*map(Picture.of, self._decode(data))]
-        except Exception as error:
-            # The errors of decoders have many types, and do not name the photo.
-            if is_of_device(error):
-                raise
-        if len(data) > 1:
-            half = len(data) // 2
-            return self._open(data[:half]) + self._open(data[half:])
-        picture = open_encoded(data[0].numpy(), self._reader.channels)
-        return [replace(picture, decode=lambda factor: picture.decode(factor).to(self._device))]

@@ -19,7 +19,6 @@ from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
 from trainer.data.gpu_decoding import PhotoDecoder
-from trainer.data.photos.photo_reader import Reader
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, TensorSet
 from trainer.data.workers.worker_counts import allowed, slots
@@ -252,15 +251,8 @@ class Loader:
                 number = sources.index(part)
                 decoder = None
                 if recipe.data.decode == "gpu":
-                    # The decoder does not read, and so needs no memory for batches.
-                    reader = Reader(
-                        sources[number],
-                        torch.empty(0, 1, *buffered(datasets, part is datasets.train).shape),
-                        torch.empty(0),
-                        recipe,
-                        False,
-                    )
-                    decoder = PhotoDecoder(device, reader)
+                    shape = buffered(datasets, part is datasets.train).shape
+                    decoder = PhotoDecoder(device, sources[number], recipe, shape)
                 feed = PhotoFeed(pool, number, device, decoder)
             elif needed and isinstance(part, ImageSet):
                 feed = ImageFeed(

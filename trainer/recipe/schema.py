@@ -260,7 +260,7 @@ class DataRecipe(_Section):
     )
     decode: Literal["cpu", "gpu"] = key(
         "cpu",
-        "where JPEG photos are decoded; gpu: by the training GPU, for workers that are too slow",
+        "where JPEG photos are decoded; gpu: by the GPU of the model, if workers are too slow",
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key(

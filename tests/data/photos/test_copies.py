@@ -76,11 +76,12 @@ def feed(kind, *words):
         return PhotoFeed(readers(Pictures(), recipe), 0, GPU)
     if kind in ("jpegs", "broken jpegs"):
         source = Jpegs() if kind == "jpegs" else BrokenJpegs()
-        pool = readers(source, load(None, "data.image_size=16", "data.decode=gpu"))
+        recipe = load(None, "data.image_size=16", "data.decode=gpu")
+        pool = readers(source, recipe)
         with mock.patch.object(
             gpu_decoding, "load_decoder", lambda device, channels: decode_on_gpu
         ):
-            return PhotoFeed(pool, 0, GPU, PhotoDecoder(GPU, pool.readers[0]))
+            return PhotoFeed(pool, 0, GPU, PhotoDecoder(GPU, source, recipe, (16, 16, 3)))
     return ImageFeed(
         ImageSet(pictures.expand(-1, 3, 16, 16), labels),
         4,

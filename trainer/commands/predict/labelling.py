@@ -20,6 +20,7 @@ from trainer.commands.predict.features import Array, count_features
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
+from trainer.data.gpu_decoding import JpegDecoder, is_of_device
 from trainer.data.photos.decoding import convert_channels, describe_failure, open_image
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import prepare_for_evaluation
@@ -167,6 +168,7 @@ class Labeller:
         threads: Threads that read the next images while the model computes; 0 reads and computes in
             turn.
         outputs: Number of the model's outputs; only features and views need it.
+        gpu_decoding: Whether the device decodes JPEG files, for data.decode=gpu.
     """
 
     model: nn.Module
@@ -176,6 +178,7 @@ class Labeller:
     source: PhotoSource | None = None
     threads: int = 0
     outputs: int = 0
+    gpu_decoding: bool = False
 
     def setup(self, device: torch.device) -> None:
         recipe = self.recipe
@@ -198,6 +201,13 @@ class Labeller:
             recipe.channels_last,
             device,
         )
+        self._jpeg_decoder: JpegDecoder | None = None
+        # The device decodes the same photos as in an evaluation, so that their pixels are equal.
+        self._most_bytes = 0
+        if self.gpu_decoding:
+            channels = self.preparation.channels
+            self._jpeg_decoder = JpegDecoder(device, channels)
+            self._most_bytes = channels * math.prod(sides(self.preparation.image_size))
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
@@ -232,22 +242,39 @@ class Labeller:
         An item that cannot be read gets the reason in `Labels.error`.
         """
         images = [item.result() if isinstance(item, Future) else self._read(item) for item in items]
+        if self._jpeg_decoder:
+            encoded = [row for row, image in enumerate(images) if isinstance(image, Picture)]
+            pictures = self._jpeg_decoder.open(images[row].jpeg for row in encoded)
+            for row, picture in zip(encoded, pictures, strict=True):
+                try:
+                    images[row] = self._prepare(picture)
+                except Exception as error:
+                    if is_of_device(error):
+                        raise
+                    images[row] = Labels((), (), describe_failure(error))
         readable = [image for image in images if not isinstance(image, Labels)]
         labels = iter(self._label(readable))
         return [image if isinstance(image, Labels) else next(labels) for image in images]
 
-    def _read(self, item: Any) -> Tensor | Labels:
-        preparation = self.preparation
+    def _read(self, item: Any) -> Any:
+        """Return the image of an item, a `Picture` to decode on the device, or `Labels`."""
         try:
-            return prepare_for_evaluation(
-                self._open(item),
-                preparation.image_size,
-                preparation.shorter_side,
-                preparation.interpolation,
-            )
+            picture = self._open(item)
+            if picture.jpeg is not None and len(picture.jpeg) <= self._most_bytes:
+                return picture
+            return self._prepare(picture)
         # Decoders raise exceptions of any type for a damaged image, which must not stop the worker.
         except Exception as error:
             return Labels((), (), describe_failure(error))
+
+    def _prepare(self, picture: Picture) -> Tensor:
+        preparation = self.preparation
+        return prepare_for_evaluation(
+            picture,
+            preparation.image_size,
+            preparation.shorter_side,
+            preparation.interpolation,
+        )
 
     def _open(self, item: Any) -> Picture:
         channels = self.preparation.channels
@@ -266,13 +293,16 @@ class Labeller:
         """Label prepared images as one batch."""
         if not images:
             return []
-        batch = torch.empty(
-            len(images),
-            *images[0].shape,
-            dtype=images[0].dtype,
-            pin_memory=self.device.type == "cuda",
-        )
-        torch.stack(images, out=batch)
+        if self._jpeg_decoder:
+            batch = torch.stack([image.to(self.device) for image in images])
+        else:
+            batch = torch.empty(
+                len(images),
+                *images[0].shape,
+                dtype=images[0].dtype,
+                pin_memory=self.device.type == "cuda",
+            )
+            torch.stack(images, out=batch)
         with torch.inference_mode():
             rows = batch.to(self.device, non_blocking=True).permute(0, 2, 3, 1).contiguous()
             outputs = self._forward(self._transform.inputs(rows))

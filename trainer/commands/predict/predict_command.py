@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from itertools import tee
 from pathlib import Path
 
+import torch
+
 from trainer.commands.predict import sources
 from trainer.commands.predict.features import FeatureFiles
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
+from trainer.data.gpu_decoding import load_decoder
 from trainer.devices.assignment import number_devices, prediction_devices
 from trainer.errors import FolderInUseError, PredictionError, RecipeError
 from trainer.launch import launching
@@ -132,6 +135,10 @@ def label(trained: LabelModel, folder: Path) -> None:
     # GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
+    gpu_decoding = recipe.data.decode == "gpu"
+    if gpu_decoding and "cpu" in devices:
+        # This raises the error that a worker would raise.
+        load_decoder(torch.device("cpu"), trained.preparation.channels)
     size = trained.count_features() if options.features else None
     _claim(folder)
     for description in inputs.ignored:
@@ -147,6 +154,7 @@ def label(trained: LabelModel, folder: Path) -> None:
         inputs.source,
         _count_decoders(devices),
         len(trained.classes),
+        gpu_decoding,
     )
     begun = time.perf_counter()
     # The pool takes items ahead of its results, so `tee` keeps each item until its result arrives.

@@ -266,6 +266,32 @@ class PhotoDraws:
         return self.transforms(row, self.auto(row, image))
 
 
+class PhotoPreparation:
+    """Preparation of the photos of a source, in training and in evaluation."""
+
+    def __init__(self, recipe: Recipe, size: ImageSize) -> None:
+        """Prepare images of `size` pixels."""
+        self._augment = recipe.augment
+        self._seed = recipe.seed
+        self._size = size
+        self._interpolation = recipe.data.interpolation
+        self._shorter = typed_size(recipe.data.resize)
+        # data.resize is what an image of data.image_size is cropped from.
+        same_size = recipe.data.train_size in (None, recipe.data.image_size)
+        self._training_shorter = self._shorter if same_size else None
+
+    def draw(self, epoch: int | None, index: Array) -> Callable[[int, Picture], Tensor]:
+        """Return the function that prepares a row's photo as (C, H, W) uint8, for a `Key`."""
+        if epoch is None:
+            return lambda row, picture: prepare_for_evaluation(
+                picture, self._size, self._shorter, self._interpolation
+            )
+        draws = PhotoDraws(
+            self._augment, self._seed, epoch, index, self._training_shorter, self._interpolation
+        )
+        return partial(draws.apply, size=self._size)
+
+
 class Reader:
     """Fills slots of batch buffers with samples, in a loader worker.
 
@@ -299,16 +325,11 @@ class Reader:
         self.labels = labels
         self.plain = plain
         self.most_bytes = images[0, 0].numel() if keep_jpegs else 0
-        self.augment = recipe.augment
-        self.interpolation = recipe.data.interpolation
-        self.shorter = typed_size(recipe.data.resize)
-        # data.resize is what an image of data.image_size is cropped from.
-        same_size = recipe.data.train_size in (None, recipe.data.image_size)
-        self.training_shorter = self.shorter if same_size else None
         self.seed = recipe.seed
         self.skip = recipe.data.on_error == "skip"
         self.channels = images.shape[-1]
-        self.size: Any = images.shape[2:4]
+        size: Any = images.shape[2:4]
+        self.preparation = PhotoPreparation(recipe, size)
         # Only a user's own data set can draw random numbers while it is read.
         self.draws = not isinstance(source, LabelledSource)
         self.pictures = source if isinstance(source, PictureSource) else None
@@ -332,7 +353,7 @@ class Reader:
         attempts = NEIGHBOURS if self.skip and epoch is not None else 1
         row = 0
         with private_draws(), self._generators.restored():
-            prepare = self.build_preparation(epoch, index)
+            prepare = self.preparation.draw(epoch, index)
             for place in index.tolist():
                 for step in range(attempts):
                     image, label, failed = self._read(
@@ -356,19 +377,6 @@ class Reader:
         images[row:] = images[row - 1] if row else 0
         labels[row:] = labels[row - 1] if row else 0
         return Report(row, failures, uncached=self._uncached - before, encoded=encoded)
-
-    def build_preparation(
-        self, epoch: int | None, index: Array
-    ) -> Callable[[int, Picture], Tensor]:
-        """Return the function that prepares a row's photo as (C, H, W) uint8, for a `Key`."""
-        if epoch is None:
-            return lambda row, picture: prepare_for_evaluation(
-                picture, self.size, self.shorter, self.interpolation
-            )
-        draws = PhotoDraws(
-            self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
-        )
-        return partial(draws.apply, size=self.size)
 
     @cached_property
     def _generators(self) -> Generators:

@@ -132,11 +132,6 @@ class StoredTensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def wrap_tensors(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Wrap complete tensors as stored tensors."""
-    return {name: StoredTensor([Shard(tensor, tensor.shape)]) for name, tensor in tensors.items()}
-
-
 def serialize(
     tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
     metadata: Mapping[str, str] | None = None,

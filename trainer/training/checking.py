@@ -98,8 +98,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     lines = {}
     if loaded:
         size = format_size(measure_size(loaded.path))
-        parts = [*saved.tensors, *saved.pieces]
-        lines["saved"] = f"{size}, loaded and compared: {', '.join(parts)}, history"
+        lines["saved"] = f"{size}, loaded and compared: {', '.join(saved.shards)}, history"
     _compare(run, saved)
     resolved = replace(run.resolved, checkpoint=saved, tuned=run.strategy.tuned)
     interrupts = run.interrupts

@@ -17,7 +17,7 @@ from trainer.distributed.world import World
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import format_bare_call
 from trainer.processes.interrupts import Interrupts
-from trainer.saving.checkpoint import OF_RANK, Manifest, State, create_draft, is_saved
+from trainer.saving.checkpoint import Manifest, State, create_draft, is_saved
 from trainer.saving.files import report_write_errors
 from trainer.saving.saver import Save, Saver
 from trainer.saving.tensor_files import Shard, require_finite
@@ -261,17 +261,10 @@ def _send_to_writers(
 
 
 def _state(resolved: Resolved, state: TrainState, parts: Parts) -> State:
-    tensors = {}
-    rank_parts = {}
-    for stem, pieces in parts.items():
-        if OF_RANK.fullmatch(stem):
-            rank_parts[stem] = pieces
-        else:
-            tensors[stem] = {name: piece.local for name, piece in pieces.items()}
     facts: dict[str, Any] = {}
     for kind in PARTS:
         facts |= kind(resolved, state).facts()
-    return State(state.position, tensors, facts, rank_parts)
+    return State(state.position, parts, facts)
 
 
 def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:

@@ -345,12 +345,10 @@ def load_traces(path: Path) -> Traces:
     if newest is None:
         raise TrialFailed("the run left no checkpoint", 1)
 
-    def load(part: str) -> dict[str, Tensor]:
-        return {name: tensor.read() for name, tensor in newest.state.part(part).items()}
-
     norms = read_curves(path).get("train/grad_norm", ([], [], []))[2]
     losses = [float(row["train_loss"]) for row in read_steps_file(path)]
-    return Traces(losses, norms, load("model"), load("optimizer"))
+    state = newest.state
+    return Traces(losses, norms, state.tensors("model"), state.tensors("optimizer"))
 
 
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:

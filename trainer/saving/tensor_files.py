@@ -289,7 +289,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
     """
     sha = hashlib.sha256()
     size = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in parts:
             sha.update(part)
@@ -307,7 +307,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
 
 def sync(path: Path) -> None:
     """Sync a file, or the entries of a directory, to the disk."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

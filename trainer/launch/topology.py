@@ -92,7 +92,8 @@ def choose_launch(
         # the number of the pod.
         from_launcher = {"NODE_RANK": variables.get("JOB_COMPLETION_INDEX", "")}
     set_by_launcher = {key: value for key, value in from_launcher.items() if value}
-    variables = {**set_by_launcher, **_read_torchrun(variables), **variables}
+    defaults = {"NNODES": "1", "MASTER_PORT": "29500"}
+    variables = {**defaults, **set_by_launcher, **_read_torchrun(variables), **variables}
     tasks = tasks_started(environment)
     if tasks > 1 and recipe.processes == "one":
         raise RecipeError(
@@ -104,7 +105,7 @@ def choose_launch(
             "node, with NNODES, NODE_RANK and MASTER_ADDR, or use srun, mpirun of Open MPI or "
             "MPICH, or torchrun"
         )
-    nnodes = _parse_number(variables, "NNODES", 1, 1, 65536)
+    nnodes = _parse_number(variables, "NNODES", 1, 65536)
     ranks = _count_ranks(variables, nproc, recipe, cuda, cores)
     if tasks > 1 and ranks * nnodes == 1:
         name = "nproc" if nproc else "NPROC"
@@ -117,8 +118,8 @@ def choose_launch(
             f"NNODES={nnodes} needs {' and '.join(missing)}: on every node set NODE_RANK=0 to "
             f"{nnodes - 1}, MASTER_ADDR to the first node's name, and MASTER_PORT if 29500 is taken"
         )
-    node_rank = _parse_number(variables, "NODE_RANK", 0, 0, nnodes - 1)
-    port = _parse_number(variables, "MASTER_PORT", 29500, 1, 65535)
+    node_rank = _parse_number(variables, "NODE_RANK", 0, nnodes - 1)
+    port = _parse_number(variables, "MASTER_PORT", 1, 65535)
     return Launch(ranks, nnodes, node_rank, variables["MASTER_ADDR"], port)
 
 
@@ -130,11 +131,11 @@ def _count_ranks(
     cores: int,
 ) -> int:
     if nproc is not None:
-        return _parse_number({"nproc": nproc}, "nproc", 1, 1, 4096)
+        return _parse_number({"nproc": nproc}, "nproc", 1, 4096)
     if recipe.processes == "one" or (recipe.processes == "either" and "NPROC" not in variables):
         return 1
     if "NPROC" in variables:
-        return _parse_number(variables, "NPROC", 1, 1, 4096)
+        return _parse_number(variables, "NPROC", 1, 4096)
     if recipe.devices != "auto" and recipe.devices != ["cpu"]:
         return len(recipe.devices)
     stages = None
@@ -148,10 +149,8 @@ def _count_ranks(
     return gpus or min(cores, CPU_RANKS)
 
 
-def _parse_number(
-    variables: Mapping[str, str], name: str, default: int, low: int, high: int
-) -> int:
-    text = variables.get(name, str(default))
+def _parse_number(variables: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = variables[name]
     if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
         torchrun_name = TORCHRUNS.get(name, "")
         if variables.get(torchrun_name) == text:

@@ -7,10 +7,11 @@ cores.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError
+from trainer.processes import resources
 from trainer.recipe import Recipe
 
 # Maximum number of ranks on a CPU if neither the user nor a launcher sets it.
@@ -69,17 +70,13 @@ def choose_launch(
     environment: Mapping[str, str],
     nproc: str | None,
     recipe: Recipe,
-    cuda: Callable[[], int],
-    cores: int,
 ) -> Launch:
     """Choose the number of ranks and nodes. If a node has several tasks, task 0 starts all ranks.
 
     Args:
         environment: environment variables.
         nproc: value of the argument nproc=, if any.
-        recipe: recipe of the run.
-        cuda: returns the number of GPUs; called only if the number matters.
-        cores: number of CPU cores of this process.
+        recipe: recipe of the run. Its GPUs are counted only if their number matters.
 
     Raises:
         RecipeError: a value is malformed, several nodes have no common address, or mpirun or srun
@@ -106,7 +103,7 @@ def choose_launch(
             "MPICH, or torchrun"
         )
     nnodes = _parse_number(variables, "NNODES", 1, 65536)
-    ranks = _count_ranks(variables, nproc, recipe, cuda, cores)
+    ranks = _count_ranks(variables, nproc, recipe)
     if tasks > 1 and ranks * nnodes == 1:
         name = "nproc" if nproc else "NPROC"
         raise RecipeError(_describe_tasks(tasks, f"{name}=1 asks for 1 process"))
@@ -123,13 +120,7 @@ def choose_launch(
     return Launch(ranks, nnodes, node_rank, variables["MASTER_ADDR"], port)
 
 
-def _count_ranks(
-    variables: Mapping[str, str],
-    nproc: str | None,
-    recipe: Recipe,
-    cuda: Callable[[], int],
-    cores: int,
-) -> int:
+def _count_ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe) -> int:
     if nproc is not None:
         return _parse_number({"nproc": nproc}, "nproc", 1, 4096)
     if recipe.processes == "one" or (recipe.processes == "either" and "NPROC" not in variables):
@@ -141,12 +132,10 @@ def _count_ranks(
     stages = None
     if recipe.traits.staged:
         stages = recipe.pipeline.stages
-    gpus = 0
-    if recipe.devices == "auto" and not recipe.traits.shared_memory:
-        gpus = cuda()
+    gpus = resources.count_requested_cuda(recipe)
     if stages:
         return max(stages, gpus // stages * stages)
-    return gpus or min(cores, CPU_RANKS)
+    return gpus or min(resources.count_cores(), CPU_RANKS)
 
 
 def _parse_number(variables: Mapping[str, str], name: str, low: int, high: int) -> int:

@@ -132,14 +132,8 @@ class FakeModel:
             # Build such a model on the CPU. The code below moves it to the meta device.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
-
-        def allocate(tensor: Tensor) -> Tensor:
-            shape = tensor.shape
-            strides = tensor.stride()
-            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self.device)
-
         with self._fake:
-            fake: nn.Module = model._apply(allocate)
+            fake: nn.Module = model._apply(partial(torch.empty_like, device=self.device))
         return fake
 
     # --- Bytes of weights, optimizer state and batches

@@ -24,15 +24,12 @@ from trainer.saving.checkpoint import (
     write_files,
 )
 from trainer.saving.files import report_write_errors
-from trainer.saving.tensor_files import Shard
+from trainer.saving.tensor_files import Shard, wrap_tensors
 
 
 def whole(parts: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
     """Return the shards of parts that are saved in one file each."""
-    return {
-        stem: {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
-        for stem, tensors in parts.items()
-    }
+    return {stem: wrap_tensors(tensors) for stem, tensors in parts.items()}
 
 
 def make(step: int, size: int = 64) -> State:

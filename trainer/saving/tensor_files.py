@@ -79,6 +79,11 @@ class Shard(NamedTuple):
         return whole.narrow(self.start, len(self.local))
 
 
+def wrap_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Return complete tensors as shards."""
+    return {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
+
+
 class StoredTensor:
     """Tensor that consists of one or several shards, which are joined only when it is read.
 
@@ -241,7 +246,7 @@ def map_shards(path: str | Path) -> dict[str, Shard]:
         slices = _SLICES.validate_json(metadata.get("slices", "{}"))
     except ValidationError:
         raise ValueError("its slices make no sense") from None
-    pieces = {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
+    pieces = wrap_tensors(tensors)
     for name, (start, shape) in slices.items():
         local = tensors.get(name, torch.tensor(0))
         has_rows = shape and local.dim() > 0

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 from tests.command_line import PROJECT
 from trainer.cli.command_table import COMMANDS
@@ -15,8 +16,10 @@ from trainer.commands.prove import OWN_ARGUMENTS as PROVE
 from trainer.commands.prove import find_devices
 from trainer.commands.sweep.space import OWN_WORDS as SWEEP
 from trainer.commands.sweep.space import SearchSpace, parse_dimension
+from trainer.devices import cards
 from trainer.errors import RecipeError, SetupError
 from trainer.launch.topology import Launch, choose_launch
+from trainer.processes import resources
 from trainer.recipe import Recipe, checks, load
 from trainer.recipe.checks import check_names
 from trainer.recipe.recipe_files import split_arguments
@@ -173,8 +176,8 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         own, rest = split_arguments(rest, COMMANDS["train"].words)
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
-        cards = CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0
-        launch = choose_launch(variables, own.get("nproc"), recipe, lambda: cards, 2)
+        count = CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0
+        launch = _choose_launch(variables, own.get("nproc"), recipe, cuda=count)
         # The user's torchrun starts its own number of processes in every mode.
         if TORCHRUN in variables:
             launch = Launch(int(variables["NPROC"]), int(variables["NNODES"]))
@@ -204,9 +207,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         _check_names(recipe, own)
         for key, some in (("memory", "1GiB"), ("bandwidth", "1GB/s")):
             assert readable.parse_amount(key, own.get(key, some))
-        checks.check_processes(
-            recipe, choose_launch({}, own.get("nproc"), recipe, lambda: 0, 2).size
-        )
+        checks.check_processes(recipe, _choose_launch({}, own.get("nproc"), recipe, cuda=0).size)
     elif command in ("predict", "evaluate", "export"):
         own, rest = split_arguments(rest, ("checkpoint", "plugin", "format", "preprocess"))
         if own.get("format", "onnx") not in SUFFIXES:
@@ -226,6 +227,17 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         assert float(own.get("minutes", 10)) > 0
         assert find_devices(own.get("devices"))
     # The remaining commands are quick, so they are run.
+
+
+def _choose_launch(
+    variables: dict[str, str], nproc: str | None, recipe: Recipe, cuda: int
+) -> Launch:
+    """Choose a launch on a machine with `cuda` cards and two cores."""
+    with (
+        mock.patch.object(cards, "detect", lambda: cards.Cards(cuda)),
+        mock.patch.object(resources, "count_cores", lambda: 2),
+    ):
+        return choose_launch(variables, nproc, recipe)
 
 
 def _check_names(recipe: Recipe, own: dict[str, str]) -> None:

@@ -7,7 +7,9 @@ import re
 import pytest
 
 from tests.checks import refusal
+from trainer.devices import cards
 from trainer.launch.topology import Launch, choose_launch, first_host, task_of_node
+from trainer.processes import resources
 from trainer.recipe import load
 
 STEP = {
@@ -154,20 +156,24 @@ def test_topology(
     cuda: int,
     cores: int,
     expected: Launch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert choose_launch(environment, nproc, load(None, *words), lambda: cuda, cores) == expected
+    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(cuda))
+    monkeypatch.setattr(resources, "count_cores", lambda: cores)
+    assert choose_launch(environment, nproc, load(None, *words)) == expected
 
 
-def test_gpus_are_counted_only_where_they_decide() -> None:
-    def never() -> int:
+def test_gpus_are_counted_only_where_they_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> cards.Cards:
         raise AssertionError("counted")
 
+    monkeypatch.setattr(cards, "detect", never)
     for environment, nproc, words in (
         ({}, "2", ()),
         ({"NPROC": "2"}, None, ()),
         ({}, None, ("devices=[cpu]",)),
     ):
-        assert choose_launch(environment, nproc, load(None, *words), never, 2).nproc == 2
+        assert choose_launch(environment, nproc, load(None, *words)).nproc == 2
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
 def test_an_inconsistent_launch_is_one_line(
     environment: dict[str, str], nproc: str | None, expected: str
 ) -> None:
-    message = refusal(choose_launch, environment, nproc, load(None), lambda: 0, 2)
+    message = refusal(choose_launch, environment, nproc, load(None))
     assert re.search(expected, message), message
 
 
@@ -256,15 +262,13 @@ PMI2 = {
 def test_tasks_that_would_each_train_alone_are_refused(
     environment: dict[str, str], nproc: str | None, words: tuple[str, ...], names: str
 ) -> None:
-    line = refusal(choose_launch, environment, nproc, load(None, *words), lambda: 0, 2)
+    line = refusal(choose_launch, environment, nproc, load(None, *words))
     assert line.startswith(names) and "started 2" in line and "MASTER_ADDR" not in line
     alone = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_TASKS_PER_NODE"), "1")
     choose_launch(
         {**environment, "SLURM_STEP_NUM_NODES": "1", **alone},
         nproc,
         load(None, *words),
-        lambda: 0,
-        2,
     )
 
 

@@ -24,7 +24,7 @@ from trainer.processes.rank import Place
 from trainer.recipe import load
 from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.recipe.schedule_table import LR_SCHEDULES
-from trainer.saving.tensor_files import wrap_tensors
+from trainer.saving.tensor_files import Shard, StoredTensor
 
 STEPS = 7  # Number of steps in an epoch.
 CPU = torch.device("cpu")
@@ -274,6 +274,10 @@ def test_fp16_that_never_becomes_finite_is_bad():
     assert not any(verdicts[:20]) and verdicts[-1]
 
 
+def stored(tensors):
+    return {name: StoredTensor([Shard(each, each.shape)]) for name, each in tensors.items()}
+
+
 def test_optimizer_state_travels_by_name():
     model = nn.Linear(2, 2)
     named = dict(model.named_parameters())
@@ -285,11 +289,11 @@ def test_optimizer_state_travels_by_name():
     reordered = {"bias": model.bias, "weight": model.weight}
     fresh = build_optimizer(reordered, recipe)
     strategy = Alone(model)
-    strategy.scatter(wrap_tensors(saved), name_optimizer_state(fresh, reordered))
+    strategy.scatter(stored(saved), name_optimizer_state(fresh, reordered))
     assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
     other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
     with pytest.raises(ValueError, match=r"weight//step .*\(\)$"):
-        strategy.scatter(wrap_tensors(saved), name_optimizer_state(other, named))
+        strategy.scatter(stored(saved), name_optimizer_state(other, named))
 
 
 def test_moving_average():

@@ -24,6 +24,12 @@ from trainer.saving.checkpoint import (
     write_files,
 )
 from trainer.saving.files import report_write_errors
+from trainer.saving.tensor_files import Shard, wrap_tensors
+
+
+def whole(parts: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:
+    """Return the shards of parts that are saved in one file each."""
+    return {stem: wrap_tensors(tensors) for stem, tensors in parts.items()}
 
 
 def make(step: int, size: int = 64) -> State:
@@ -31,20 +37,19 @@ def make(step: int, size: int = 64) -> State:
     base = torch.arange(size, dtype=torch.float32) * 0.5 + step
     return State(
         Position(step, step // 10, step % 10),
-        {
-            "model": {"fc.weight": base.view(2, -1), "bn.num_batches_tracked": torch.tensor(step)},
-            "optimizer": {
-                "fc.weight//momentum_buffer": base.neg(),
-                "fc.weight//step": torch.tensor(float(step)),
-            },
-            "ranks": {
-                "0/torch_rng": torch.full(
-                    (size,),
-                    step % 256,
-                    dtype=torch.uint8,
-                )
-            },
-        },
+        whole(
+            {
+                "model": {
+                    "fc.weight": base.view(2, -1),
+                    "bn.num_batches_tracked": torch.tensor(step),
+                },
+                "optimizer": {
+                    "fc.weight//momentum_buffer": base.neg(),
+                    "fc.weight//step": torch.tensor(float(step)),
+                },
+                "ranks": {"0/torch_rng": torch.full((size,), step % 256, dtype=torch.uint8)},
+            }
+        ),
         {
             "run_id": "host-1",
             "topology": {"mode": "ddp", "world_size": 2},
@@ -78,9 +83,9 @@ def commit(
 def same(one: State, other: State) -> bool:
     def flat(state: State) -> dict[tuple[str, str], Tensor]:
         return {
-            (stem, name): t
-            for stem, tensors in state.tensors.items()
-            for name, t in tensors.items()
+            (stem, name): shard.local
+            for stem, shards in state.shards.items()
+            for name, shard in shards.items()
         }
 
     a = flat(one)

@@ -26,6 +26,7 @@ from tests.saving.states import (
     refuse,
     same,
     trace,
+    whole,
 )
 from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
 from trainer.saving import checkpoint
@@ -59,16 +60,17 @@ def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
     }
     state = State(
         Position(123456789, 7, 3),
-        {"model": tensors, "ema": {}, "ranks": {"0/rng": torch.get_rng_state()}},
+        whole({"model": tensors, "ema": {}, "ranks": {"0/rng": torch.get_rng_state()}}),
         facts,
     )
     path = commit(tmp_path, state, keep=2)
     assert path == tmp_path / "checkpoints" / "step-123456789"
     loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and same(loaded, state) and same(load(path), state)
-    assert all(tensor.is_contiguous() for tensor in loaded.tensors["model"].values())
-    loaded.tensors["model"]["tied"].zero_()  # writable, and no longer tied
-    assert torch.equal(loaded.tensors["model"]["tied_again"], shared)
+    model = loaded.tensors("model")
+    assert all(tensor.is_contiguous() for tensor in model.values())
+    model["tied"].zero_()  # writable, and no longer tied
+    assert torch.equal(model["tied_again"], shared)
 
 
 def test_a_manifest_lists_all_files(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from tests import warm
 from tests.command_line import environment
-from tests.saving.states import commit, names, newest_state, refuse
+from tests.saving.states import commit, names, newest_state, refuse, whole
 from trainer.errors import DiskFullError, PeerError, SetupError
 from trainer.processes import faults
 from trainer.saving import checkpoint, saver
@@ -66,7 +66,7 @@ def saving(
     """A rank's saver at work."""
     folder = draft.parents[1]
     stems = {f"model-{rank:05d}": pieces for pieces in [shards_of(rank, ranks, added)] if pieces}
-    state = State(Position(step, 0, step), {}, {"step": step}, stems)
+    state = State(Position(step, 0, step), stems, {"step": step})
     weights = {} if rank else {folder / "last.safetensors": {"step": str(step)}}
     save = Save(
         folder,
@@ -147,7 +147,7 @@ def test_parts_that_are_no_whole_are_no_checkpoint(lost: str, tmp_path: Path) ->
     stems = {f"model-{rank:05d}": part for rank, part in pieces.items()}
     path = commit(
         tmp_path,
-        State(Position(1, 0, 1), {}, {}, stems),
+        State(Position(1, 0, 1), stems, {}),
         keep=2,
     )
     with pytest.raises(checkpoint.CheckpointError, match=r"model: row \d+ of"):
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_for_one_rank_costs_the_checkpoint_and_not_the_one_b
     real = saver.write_files
 
     def full(draft: Path, state: State) -> dict[str, checkpoint.File]:
-        if "model-00001" in state.pieces:
+        if "model-00001" in state.shards:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(draft, state)
 
@@ -242,7 +242,7 @@ def test_training_goes_on_while_a_save_is_written(
     copy = alone.to_host("model", "w", weight)
     state = State(
         Position(1, 0, 1),
-        {"model": {"w": copy}},
+        whole({"model": {"w": copy}}),
         {},
     )
     save = Save(
@@ -265,7 +265,7 @@ def test_training_goes_on_while_a_save_is_written(
     alone.wait()
     actual = newest_state(tmp_path, refuse)
     assert actual is not None
-    assert torch.equal(actual.tensors["model"]["w"], torch.ones(3))
+    assert torch.equal(actual.tensors("model")["w"], torch.ones(3))
     assert len(alone.costs) == 1
 
 
@@ -280,7 +280,7 @@ def test_a_file_verified_by_this_process_is_not_hashed_again(
     for step in range(1, 6):
         commit(
             tmp_path,
-            State(Position(step, 0, step), {"model": WHOLE}, {}),
+            State(Position(step, 0, step), whole({"model": WHOLE}), {}),
             keep=2,
         )
     assert len(hashed) == 5 and all(".tmp-" in path.name for path in hashed), (

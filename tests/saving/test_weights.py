@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.saving.states import commit, flip, make, one_line, trace
+from tests.saving.states import commit, flip, make, one_line, trace, whole
 from trainer.errors import CheckpointError, DiskFullError
 from trainer.processes import faults
 from trainer.saving.weights import read_metadata, read_weights, save_weights
@@ -81,8 +81,8 @@ def test_weights_of_a_checkpoint_are_averaged_where_it_has_them(tmp_path: Path) 
     path = commit(tmp_path / "plain", state, keep=2)
     actual, message = read_weights(path)
     assert message == {"format": "pt", "weights": "model", "step": "4", "epoch": "0"}
-    assert torch.equal(actual["fc.weight"], state.tensors["model"]["fc.weight"])
-    state.tensors["ema"] = {"fc.weight": torch.zeros(2, 32)}
+    assert torch.equal(actual["fc.weight"], state.tensors("model")["fc.weight"])
+    state.shards.update(whole({"ema": {"fc.weight": torch.zeros(2, 32)}}))
     actual, message = read_weights(commit(tmp_path / "averaged", state, keep=2))
     assert message["weights"] == "ema"
     assert not actual["fc.weight"].any()

@@ -53,7 +53,7 @@ def held(folder):
     facts["history"] = {
         name: value for name, value in facts["history"].items() if name != "seconds"
     }
-    return state.position, state.tensors, facts
+    return state.position, {part: state.tensors(part) for part in state.shards}, facts
 
 
 def same_rows(run, whole):

@@ -116,10 +116,10 @@ def test_a_complete_checkpoint_without_a_run_is_reported(tmp_path):
     ok(*words)
     state = checkpoint.load_newest(tmp_path / "run", refuse).state
     for more, lacking in enumerate(("model", "history", "topology"), 1):
-        tensors = {part: dict(named) for part, named in state.tensors.items() if part != lacking}
+        shards = {part: named for part, named in state.shards.items() if part != lacking}
         facts = {name: fact for name, fact in state.facts.items() if name != lacking}
         later = state.position._replace(step=state.position.step + more)
-        commit(tmp_path / "run", checkpoint.State(later, tensors, facts), keep=9)
+        commit(tmp_path / "run", checkpoint.State(later, shards, facts), keep=9)
         completed = trainer(*words, "resume=auto")
         assert completed.returncode == 4 and "Traceback" not in completed.stderr, lacking
         assert "model.init_from=" in completed.stderr and "output=" in completed.stderr, lacking
@@ -140,17 +140,17 @@ def test_a_complete_checkpoint_without_a_run_is_reported(tmp_path):
 )
 def test_tensors_that_only_the_run_or_only_its_checkpoint_has_are_named(change, part, named_run):
     words, state = named_run
-    tensors = {name: dict(named) for name, named in state.tensors.items()}
+    shards = {name: dict(named) for name, named in state.shards.items()}
     name = next(
-        name for name in tensors[part] if part != "rank-00000" or name.startswith("optimizer:")
+        name for name in shards[part] if part != "rank-00000" or name.startswith("optimizer:")
     )
     if change == "one more":
-        tensors[part][f"{name}_more"] = tensors[part][name].clone()
+        shards[part][f"{name}_more"] = shards[part][name]
     else:
-        del tensors[part][name]
+        del shards[part][name]
     position = state.position
     later = position._replace(step=max(map(int, newest_steps(words))) + 1)
-    commit(folder_of(words), checkpoint.State(later, tensors, state.facts), keep=99)
+    commit(folder_of(words), checkpoint.State(later, shards, state.facts), keep=99)
     completed = trainer(*words, "resume=auto")
     assert completed.returncode == 4 and "Traceback" not in completed.stderr
     assert name in completed.stderr

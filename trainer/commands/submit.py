@@ -119,9 +119,9 @@ def build_script(words: Sequence[str], program: str) -> str:
         "job-name": name or "run",
         "nodes": nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": _count_gpus(base, nproc, nodes) or None,
+        "gpus-per-node": _count_gpus(base, nproc, nodes),
         "cpus-per-task": cpus,
-        "mem": options.get("memory", "").removesuffix("iB") or None,
+        "mem": options.get("memory", "").removesuffix("iB"),
         "time": options["time"],
         "partition": options.get("partition"),
         "account": options.get("account"),
@@ -131,7 +131,7 @@ def build_script(words: Sequence[str], program: str) -> str:
     # A line break in an argument must not end the comment.
     comment = " ".join(f"python -m trainer submit slurm {shlex.join(words)}".splitlines())
     head = ["#!/bin/bash", f"# {comment}", "#SBATCH --requeue"]
-    head += [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
+    head += [f"#SBATCH --{key}={value}" for key, value in directives.items() if value]
     launch = [f"{key}={options[key]}" for key in LAUNCH if key in options]
     lines = "\n".join(head)
     arguments = [*launch, *overrides, f"nproc={nproc}"]

@@ -42,8 +42,7 @@ def is_emulated(precision: str, device: torch.device) -> bool:
     if precision not in AUTOCAST:
         return False
     if device.type == "cuda":
-        is_old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
-        return precision == "bf16" and is_old
+        return precision == "bf16" and torch.version.hip is None and not has_tf32(device)
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 

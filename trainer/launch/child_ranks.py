@@ -16,7 +16,7 @@ from trainer.errors import KINDS, Interrupted, TrainerError
 from trainer.launch import endings
 from trainer.processes import early, family, interrupts
 from trainer.recipe import Recipe, format_typed
-from trainer.saving.run_folder import fresh_folder
+from trainer.saving.run_folder import choose_folder
 
 # Maximum number of seconds to wait for the last output of a child that has exited.
 DRAIN_SECONDS = 5.0
@@ -46,12 +46,7 @@ def train_in_children(
         TrainerError: the training failed. The exit code of the child determines the subclass
             (`Interrupted` after Ctrl-C), and the message is the line that the child printed.
     """
-    if check:
-        folder = check
-    elif recipe.output:
-        folder = Path(recipe.output).expanduser()
-    else:
-        folder = fresh_folder(recipe)
+    folder = check or choose_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
         # The folder of recipe.yaml must have the recipe's name, because the child names the recipe
         # after this folder.

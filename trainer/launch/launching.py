@@ -78,9 +78,7 @@ def launch_to_start(
         launch = Launch(rank.local_size)
         size = rank.size
     else:
-        launch = choose_launch(
-            os.environ, nproc, recipe, resources.count_cuda_devices, resources.count_cores()
-        )
+        launch = choose_launch(os.environ, nproc, recipe)
         size = launch.size
     machines = size // launch.nproc
     check_processes(recipe, size, machines)

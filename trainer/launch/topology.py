@@ -7,10 +7,11 @@ cores.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError
+from trainer.processes import resources
 from trainer.recipe import Recipe
 
 # Maximum number of ranks on a CPU if neither the user nor a launcher sets it.
@@ -69,17 +70,13 @@ def choose_launch(
     environment: Mapping[str, str],
     nproc: str | None,
     recipe: Recipe,
-    cuda: Callable[[], int],
-    cores: int,
 ) -> Launch:
     """Choose the number of ranks and nodes. If a node has several tasks, task 0 starts all ranks.
 
     Args:
         environment: environment variables.
         nproc: value of the argument nproc=, if any.
-        recipe: recipe of the run.
-        cuda: returns the number of GPUs; called only if the number matters.
-        cores: number of CPU cores of this process.
+        recipe: recipe of the run. Its GPUs are counted only if their number matters.
 
     Raises:
         RecipeError: a value is malformed, several nodes have no common address, or mpirun or srun
@@ -92,7 +89,8 @@ def choose_launch(
         # the number of the pod.
         from_launcher = {"NODE_RANK": variables.get("JOB_COMPLETION_INDEX", "")}
     set_by_launcher = {key: value for key, value in from_launcher.items() if value}
-    variables = {**set_by_launcher, **_read_torchrun(variables), **variables}
+    defaults = {"NNODES": "1", "MASTER_PORT": "29500"}
+    variables = {**defaults, **set_by_launcher, **_read_torchrun(variables), **variables}
     tasks = tasks_started(environment)
     if tasks > 1 and recipe.processes == "one":
         raise RecipeError(
@@ -104,8 +102,8 @@ def choose_launch(
             "node, with NNODES, NODE_RANK and MASTER_ADDR, or use srun, mpirun of Open MPI or "
             "MPICH, or torchrun"
         )
-    nnodes = _parse_number(variables, "NNODES", 1, 1, 65536)
-    ranks = _count_ranks(variables, nproc, recipe, cuda, cores)
+    nnodes = _parse_number(variables, "NNODES", 1, 65536)
+    ranks = _count_ranks(variables, nproc, recipe)
     if tasks > 1 and ranks * nnodes == 1:
         name = "nproc" if nproc else "NPROC"
         raise RecipeError(_describe_tasks(tasks, f"{name}=1 asks for 1 process"))
@@ -117,41 +115,31 @@ def choose_launch(
             f"NNODES={nnodes} needs {' and '.join(missing)}: on every node set NODE_RANK=0 to "
             f"{nnodes - 1}, MASTER_ADDR to the first node's name, and MASTER_PORT if 29500 is taken"
         )
-    node_rank = _parse_number(variables, "NODE_RANK", 0, 0, nnodes - 1)
-    port = _parse_number(variables, "MASTER_PORT", 29500, 1, 65535)
+    node_rank = _parse_number(variables, "NODE_RANK", 0, nnodes - 1)
+    port = _parse_number(variables, "MASTER_PORT", 1, 65535)
     return Launch(ranks, nnodes, node_rank, variables["MASTER_ADDR"], port)
 
 
-def _count_ranks(
-    variables: Mapping[str, str],
-    nproc: str | None,
-    recipe: Recipe,
-    cuda: Callable[[], int],
-    cores: int,
-) -> int:
+def _count_ranks(variables: Mapping[str, str], nproc: str | None, recipe: Recipe) -> int:
     if nproc is not None:
-        return _parse_number({"nproc": nproc}, "nproc", 1, 1, 4096)
+        return _parse_number({"nproc": nproc}, "nproc", 1, 4096)
     if recipe.processes == "one" or (recipe.processes == "either" and "NPROC" not in variables):
         return 1
     if "NPROC" in variables:
-        return _parse_number(variables, "NPROC", 1, 1, 4096)
+        return _parse_number(variables, "NPROC", 1, 4096)
     if recipe.devices != "auto" and recipe.devices != ["cpu"]:
         return len(recipe.devices)
     stages = None
     if recipe.traits.staged:
         stages = recipe.pipeline.stages
-    gpus = 0
-    if recipe.devices == "auto" and not recipe.traits.shared_memory:
-        gpus = cuda()
+    gpus = resources.count_requested_cuda(recipe)
     if stages:
         return max(stages, gpus // stages * stages)
-    return gpus or min(cores, CPU_RANKS)
+    return gpus or min(resources.count_cores(), CPU_RANKS)
 
 
-def _parse_number(
-    variables: Mapping[str, str], name: str, default: int, low: int, high: int
-) -> int:
-    text = variables.get(name, str(default))
+def _parse_number(variables: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = variables[name]
     if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
         torchrun_name = TORCHRUNS.get(name, "")
         if variables.get(torchrun_name) == text:

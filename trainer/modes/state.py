@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.models.undisturbed import is_plain
 from trainer.modes.context import Context
 from trainer.modes.flattening import apply_collective
-from trainer.saving.tensor_files import Shard, StoredTensor
+from trainer.saving.tensor_files import Shard, StoredTensor, wrap_tensors
 
 
 class ModelState:
@@ -54,7 +54,7 @@ class ModelState:
         Args:
             named: parameters, buffers or optimizer states by plain name.
         """
-        return {name: Shard(tensor, tensor.shape) for name, tensor in named.items()}
+        return wrap_tensors(named)
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Shard]:
         """Return the shards that this rank saves, so that each shard is saved by exactly one rank.

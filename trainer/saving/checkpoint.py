@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -31,11 +31,8 @@ from trainer.saving.tensor_files import (
     StoredTensor,
     fault_point,
     map_shards,
-    map_tensors,
-    serialize,
     serialize_shards,
     sync,
-    wrap_tensors,
     write_synced,
 )
 
@@ -81,17 +78,16 @@ class State:
 
     Attributes:
         position: progress of the run.
-        tensors: tensors by name, for each part ("model", "optimizer", "ema", "rank-00000") that is
-            saved in one file.
+        shards: shards by name, for each file: a part that is saved in one file ("model",
+            "optimizer", "ema", "rank-00000"), or the shards of one rank ("model-00001"). A complete
+            tensor is a shard, too.
         facts: metadata that JSON can represent, such as "history", "run_id" and "topology", which
             has the mode and the number of ranks.
-        pieces: shards by name, for each file with the shards of one rank ("model-00001").
     """
 
     position: Position
-    tensors: dict[str, dict[str, Tensor]]
+    shards: dict[str, dict[str, Shard]]
     facts: Json
-    pieces: dict[str, dict[str, Shard]] = field(default_factory=dict)
 
     def part(self, name: str) -> dict[str, StoredTensor]:
         """Return the tensors of a part, from one file or assembled from the shards of all ranks.
@@ -106,11 +102,9 @@ class State:
             CheckpointError: the shards of a tensor differ in shape or type, or they do not contain
                 each row exactly once.
         """
-        if name in self.tensors:
-            return wrap_tensors(self.tensors[name])
         shards_by_name: dict[str, list[Shard]] = {}
-        for stem, shards in self.pieces.items():
-            if stem.rpartition("-")[0] != name:
+        for stem, shards in self.shards.items():
+            if name not in (stem, stem.rpartition("-")[0]):
                 continue
             for key, shard in shards.items():
                 collected = shards_by_name.setdefault(key, [])
@@ -123,6 +117,10 @@ class State:
             raise CheckpointError(
                 f"the checkpoint of step {self.position.step}: {name}: {error}"
             ) from None
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a part as `part` does, but complete."""
+        return {key: stored.read() for key, stored in self.part(name).items()}
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -192,7 +190,7 @@ def write_files(draft: Path, state: State) -> dict[str, File]:
 
     Args:
         draft: folder from `create_draft`.
-        state: tensors and shards of this rank.
+        state: shards of this rank.
 
     Returns:
         Size and hash of each file by its name.
@@ -200,13 +198,11 @@ def write_files(draft: Path, state: State) -> dict[str, File]:
     Raises:
         SetupError: the disk returned other bytes than those written.
     """
-    contents = {stem: serialize(tensors) for stem, tensors in state.tensors.items()}
-    contents |= {stem: serialize_shards(shards) for stem, shards in state.pieces.items()}
     files = {}
-    for stem, content in contents.items():
+    for stem, shards in state.shards.items():
         assert re.fullmatch(_STEM, stem), stem
         name = f"{stem}.safetensors"
-        size, sha256 = write_synced(draft / name, content, "save")
+        size, sha256 = write_synced(draft / name, serialize_shards(shards), "save")
         files[name] = File(size=size, sha256=sha256)
     with _blame_disk():
         _check_files(draft, files)
@@ -383,12 +379,8 @@ def build_state(path: Path, manifest: Manifest, file: Callable[[str], str | Path
     position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
     state = State(position, {}, manifest.facts)
     for name in manifest.files:
-        stem = name.removesuffix(".safetensors")
         try:
-            if OF_RANK.fullmatch(stem):
-                state.pieces[stem] = map_shards(file(name))
-            else:
-                state.tensors[stem], _ = map_tensors(file(name))
+            state.shards[name.removesuffix(".safetensors")] = map_shards(file(name))
         except OSError as error:
             raise CheckpointError(
                 f"{path}: {name} cannot be read ({error.strerror or error})"

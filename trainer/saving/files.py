@@ -109,7 +109,7 @@ def open_regular(path: str | bytes | Path, limit: float = math.inf) -> BufferedR
     Raises:
         OSError: the file cannot be opened, is not a regular file, or has more than `limit` bytes.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     fault = ""
     if not stat.S_ISREG(status.st_mode):

@@ -143,7 +143,7 @@ class Journal(NullJournal):
                 set_aside(path)
                 path.unlink(missing_ok=True)
             self._earlier, self._notes = read_journal(path)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             self._offset = os.fstat(self._file).st_size
             # A killed writer may have left an incomplete line, which must not merge with ours.
             if self._offset and os.pread(self._file, 1, self._offset - 1) != b"\n":

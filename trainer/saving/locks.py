@@ -39,17 +39,14 @@ def lock_folder(folder: Path, others: str) -> int:
         # Refuse a symbolic link, because writing through it would overwrite another file.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.open(folder / LOCK, flags, 0o666)
-    for attempt in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for _ in range(LOCK_ATTEMPTS):
+        if try_exclusive_lock(lock):
             if is_at(lock, folder / LOCK):
                 return lock
             # Another process has removed or replaced the file since it was opened. A lock on the
             # old file does not protect the folder.
             break
-        except OSError:
-            if attempt + 1 < LOCK_ATTEMPTS:
-                time.sleep(RETRY_SECONDS)
+        time.sleep(RETRY_SECONDS)
     os.close(lock)
     raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
 
@@ -68,7 +65,7 @@ def is_locked(folder: Path) -> bool:
     Locks of processes on another machine are visible only if the file system shares them.
     """
     try:
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
         lock = os.open(folder / LOCK, flags)
     except OSError:
         return False
@@ -123,7 +120,7 @@ def claim_file(path: Path) -> Iterator[BufferedRandom | None]:
     Raises:
         OSError: the file cannot be written.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o666)
     with open(descriptor, "r+b") as file:
         try:
@@ -151,13 +148,12 @@ def open_lock(path: Path) -> int:
     Raises:
         OSError: the file cannot be opened or created.
     """
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             with suppress(OSError):
-                return os.open(path, os.O_RDONLY | flags)
+                return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         raise
 
 

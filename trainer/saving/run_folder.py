@@ -106,10 +106,7 @@ class RunFolder(NullFolder):
             DiskFullError, SetupError: the folder cannot be written.
         """
         super().__init__()
-        if recipe.output:
-            self.path = Path(recipe.output).expanduser()
-        else:
-            self.path = fresh_folder(recipe)
+        self.path = choose_folder(recipe)
         self._is_new = recipe.output is None or not os.path.lexists(self.path)
         self._has_new_lock = not os.path.lexists(self.path / LOCK)
         # The lock file contains the signature of the job that owns the folder, or owned it last.
@@ -365,8 +362,8 @@ def asked_to_restart(recipe: Recipe) -> bool:
     )
 
 
-def fresh_folder(recipe: Recipe) -> Path:
-    """Create a folder runs/<recipe>-<mode>-<time>.
+def choose_folder(recipe: Recipe) -> Path:
+    """Return the folder `output`, or create a folder runs/<recipe>-<mode>-<time>.
 
     A recipe without a name is called <model>-<data>. A restart of the same job returns the folder
     that the job has created before.
@@ -374,6 +371,8 @@ def fresh_folder(recipe: Recipe) -> Path:
     Raises:
         SetupError: the folder cannot be created.
     """
+    if recipe.output:
+        return Path(recipe.output).expanduser()
     name = f"{recipe.name}-{recipe.mode}"
     lock_files = []
     if is_restart():

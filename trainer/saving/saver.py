@@ -209,11 +209,11 @@ class Saver:
         shards = {}
         for name in files:
             stem = Path(name).stem
-            if OF_RANK.fullmatch(stem) and stem not in save.state.pieces:
+            if OF_RANK.fullmatch(stem) and stem not in save.state.shards:
                 shards[stem] = map_shards(draft / name)
         # Weights come before the seal, so that a kill at the end of a run leaves both a checkpoint
         # and its weights, or neither.
-        _write_weights(save, replace(save.state, pieces=shards | save.state.pieces))
+        _write_weights(save, replace(save.state, shards=shards | save.state.shards))
         if save.sealed:
             fresh = seal(draft, save.state, files, save.check)
             prune(fresh, save.keep, save.top_k, save.rank)

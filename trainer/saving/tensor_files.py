@@ -79,6 +79,11 @@ class Shard(NamedTuple):
         return whole.narrow(self.start, len(self.local))
 
 
+def wrap_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Return complete tensors as shards."""
+    return {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
+
+
 class StoredTensor:
     """Tensor that consists of one or several shards, which are joined only when it is read.
 
@@ -130,11 +135,6 @@ class StoredTensor:
         # An empty selection still needs the shape and the type of the rows.
         parts = [part for part in parts if len(part)] or parts[:1]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def wrap_tensors(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Wrap complete tensors as stored tensors."""
-    return {name: StoredTensor([Shard(tensor, tensor.shape)]) for name, tensor in tensors.items()}
 
 
 def serialize(
@@ -246,7 +246,7 @@ def map_shards(path: str | Path) -> dict[str, Shard]:
         slices = _SLICES.validate_json(metadata.get("slices", "{}"))
     except ValidationError:
         raise ValueError("its slices make no sense") from None
-    pieces = {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
+    pieces = wrap_tensors(tensors)
     for name, (start, shape) in slices.items():
         local = tensors.get(name, torch.tensor(0))
         has_rows = shape and local.dim() > 0
@@ -294,7 +294,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
     """
     sha = hashlib.sha256()
     size = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for part in parts:
             sha.update(part)
@@ -312,7 +312,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
 
 def sync(path: Path) -> None:
     """Sync a file, or the entries of a directory, to the disk."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

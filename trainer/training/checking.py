@@ -19,7 +19,7 @@ from trainer.recipe.text import list_some
 from trainer.saving import checkpoint
 from trainer.saving.files import measure_size
 from trainer.saving.steps_file import read_steps
-from trainer.saving.tensor_files import Shard
+from trainer.saving.tensor_files import wrap_tensors
 from trainer.telemetry.readable import format_size
 from trainer.training.evaluation import strip_prefix
 from trainer.training.parts import PARTS
@@ -98,8 +98,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     lines = {}
     if loaded:
         size = format_size(measure_size(loaded.path))
-        parts = [*saved.tensors, *saved.pieces]
-        lines["saved"] = f"{size}, loaded and compared: {', '.join(parts)}, history"
+        lines["saved"] = f"{size}, loaded and compared: {', '.join(saved.shards)}, history"
     _compare(run, saved)
     resolved = replace(run.resolved, checkpoint=saved, tuned=run.strategy.tuned)
     interrupts = run.interrupts
@@ -145,7 +144,7 @@ def find_difference(run: Run, saved: checkpoint.State) -> str | None:
         if part.name in run.recipe.traits.per_rank_state:
             continue
         tensors = part.tensors()
-        shards = {key: Shard(tensor, tensor.shape) for key, tensor in tensors.items()}
+        shards = wrap_tensors(tensors)
         if part.saved_by == "all":
             shards = run.strategy.layout(tensors)
         stored = saved.part(part.name)

@@ -142,7 +142,7 @@ class Scaler(Part):
         return self.state.updater.state()
 
     def restore(self, saved: State) -> None:
-        stored = saved.tensors.get(self.name, {})
+        stored = saved.tensors(self.name)
         self.check_names(stored, self.tensors())
         copy_into(self.tensors(), stored)
 
@@ -425,12 +425,13 @@ def rank_part_name(rank: int) -> str:
 
 
 def _rank_tensors(saved: State, rank: int) -> dict[str, Tensor]:
-    if rank_part_name(rank) in saved.tensors:
-        return saved.tensors[rank_part_name(rank)]
+    tensors = saved.tensors(rank_part_name(rank))
+    if tensors:
+        return tensors
     # Older checkpoints hold the state of all ranks in one part.
     prefix = f"{rank}/"
     return {
         key.removeprefix(prefix): value
-        for key, value in saved.tensors["ranks"].items()
+        for key, value in saved.tensors("ranks").items()
         if key.startswith(prefix)
     }

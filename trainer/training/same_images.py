@@ -187,7 +187,7 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
             f"the classes of data.name={data.name} are others, or in another order, than this run "
             f"was trained on ({list_some(changes)}): put the old names back, {REMEDY}"
         )
-    before = state.tensors.get("samples", {})
+    before = state.tensors("samples")
     changed_classes = set[str]()
     roles = ROLES if samples else ()
     sources = data.sources or (data.train, data.val)
@@ -220,7 +220,7 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
 
 def report_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     """Print how the images have changed since the checkpoint `state` was saved."""
-    saved = state.tensors.get("samples")
+    saved = state.tensors("samples")
     samples = resolved.samples
     # Old checkpoints have no `samples`, and ranks other than 0 leave the report to rank 0.
     if not saved or not samples:

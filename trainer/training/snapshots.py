@@ -17,10 +17,10 @@ from trainer.distributed.world import World
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import format_bare_call
 from trainer.processes.interrupts import Interrupts
-from trainer.saving.checkpoint import OF_RANK, Manifest, State, create_draft, is_saved
+from trainer.saving.checkpoint import Manifest, State, create_draft, is_saved
 from trainer.saving.files import report_write_errors
 from trainer.saving.saver import Save, Saver
-from trainer.saving.tensor_files import Shard, require_finite
+from trainer.saving.tensor_files import Shard, require_finite, wrap_tensors
 from trainer.tasks import Task
 from trainer.telemetry.clocks import StepTimer, synchronise
 from trainer.training.parts import PARTS
@@ -167,8 +167,7 @@ class Snapshots:
             parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
         for part in kinds:
             if part.saved_by == "each" or (part.saved_by == "main" and world.is_main):
-                tensors = part.tensors().items()
-                parts[part.name] = {name: Shard(tensor, tensor.shape) for name, tensor in tensors}
+                parts[part.name] = wrap_tensors(part.tensors())
         return on_host(self.saver, parts, world.local_devices)
 
     def _begin(self, sealed: bool) -> tuple[Path, Path | None, bool]:
@@ -261,17 +260,10 @@ def _send_to_writers(
 
 
 def _state(resolved: Resolved, state: TrainState, parts: Parts) -> State:
-    tensors = {}
-    rank_parts = {}
-    for stem, pieces in parts.items():
-        if OF_RANK.fullmatch(stem):
-            rank_parts[stem] = pieces
-        else:
-            tensors[stem] = {name: piece.local for name, piece in pieces.items()}
     facts: dict[str, Any] = {}
     for kind in PARTS:
         facts |= kind(resolved, state).facts()
-    return State(state.position, tensors, facts, rank_parts)
+    return State(state.position, parts, facts)
 
 
 def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:

@@ -7,7 +7,7 @@ The check compares the first losses of a mode with those of `single`, step by st
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from trainer.commands.compare.entries import CHECK, Entry
 from trainer.commands.trials.significance import (
@@ -16,6 +16,7 @@ from trainer.commands.trials.significance import (
     compute_ratios,
     find_differences,
     find_fastest,
+    summarize,
 )
 from trainer.recipe import changed_keys
 from trainer.saving.files import Json
@@ -183,12 +184,7 @@ def _compute_figures(
     if is_fair and reference is not row:
         ratios = compute_ratios(row.fair_speeds, reference.fair_speeds)
         if ratios:
-            ratio = {
-                "median": median(ratios),
-                "low": min(ratios),
-                "high": max(ratios),
-                "runs": ratios,
-            }
+            ratio = {**summarize(ratios), "runs": ratios}
     compared = None
     if pair:
         verdict = pair.verdict or NO_DIFFERENCE

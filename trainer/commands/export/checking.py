@@ -38,8 +38,7 @@ class ExportSource:
         network: Network in evaluation mode, on the CPU, in float32.
         model: Module that the file will contain.
         reference: The same module in float32.
-        inputs: Shape and type of one sample, without the batch dimension. The height and width of
-            photos are 0, because a file accepts any.
+        inputs: Shape and type of one sample of the network, without the batch dimension.
         preparation: Preparation of photos within `model`; None if there is none.
         tolerance: Allowed difference of an output, relative to the largest output of the batch.
         facts: Metadata to store with the model, as JSON types: classes, mean, std, sizes, and

@@ -120,15 +120,13 @@ def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> 
                 f"data.pixel_range={pixel_range}: a file that prepares photos accepts "
                 "bytes, and not pixels of more bits: type preprocess=false"
             )
-        inputs = TensorSpec((0, 0, channels), torch.uint8)
         metadata["inputs"] = ["uint8", ["height", "width", channels]]
         metadata["input"] = PHOTOS.format(COLOURS.get(channels, AS_STORED))
         tolerance = max(tolerance, PHOTO_TOLERANCE)
-    model = network
     reference = network
     if preprocess:
-        model = DeployedModel(network, task, preparation).eval()
-        reference = model
+        reference = DeployedModel(network, task, preparation).eval()
+    model = reference
     if precision == "fp16":
         half = copy.deepcopy(network).half()
         model = DeployedModel(half, task if preprocess else None, preparation, is_half=True).eval()

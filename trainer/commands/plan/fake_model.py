@@ -132,14 +132,8 @@ class FakeModel:
             # Build such a model on the CPU. The code below moves it to the meta device.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
-
-        def allocate(tensor: Tensor) -> Tensor:
-            shape = tensor.shape
-            strides = tensor.stride()
-            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self.device)
-
         with self._fake:
-            fake: nn.Module = model._apply(allocate)
+            fake: nn.Module = model._apply(partial(torch.empty_like, device=self.device))
         return fake
 
     # --- Bytes of weights, optimizer state and batches
@@ -198,7 +192,7 @@ class FakeModel:
         If `gradients` is true, the gradients exist before the pass and do not count. Otherwise the
         pass allocates them, and they count.
         """
-        with self._fake, self._shapes_suffice():
+        with self._passing():
             run = partial(self.in_precision, self.model)
             return self._pass(self.model, run, self._images(rows), gradients, last=True)
 
@@ -218,13 +212,14 @@ class FakeModel:
         return measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
-    def _shapes_suffice(self) -> Iterator[None]:
-        """Turn an error of a pass in the `with` block into a RecipeError.
+    def _passing(self) -> Iterator[None]:
+        """Run a pass of fake tensors in this block, and turn its error into a RecipeError.
 
         The usual causes are a model that needs values, and an operator without a meta kernel.
         """
         try:
-            yield
+            with self._fake:
+                yield
         except (RuntimeError, AssertionError, ValueError, TypeError, LookupError) as error:
             reason = read_line(error) or type(error).__name__
             raise RecipeError(
@@ -244,7 +239,7 @@ class FakeModel:
 
     def forward_flops(self, rows: int) -> int:
         """Count the FLOPs of one forward pass on `rows` images."""
-        with self._fake, self._shapes_suffice():
+        with self._passing():
             return _count_flops(self.model, self._images(rows))[1]
 
     def unit_sizes(self) -> list[int]:
@@ -320,7 +315,7 @@ class FakeModel:
         """
         costs = []
         modules = self.traced.stages(self.traced.cuts)
-        with self._fake, self._shapes_suffice():
+        with self._passing():
             activations = self._images(rows)
             for block in modules:
                 run = partial(self.in_precision, block)
@@ -340,7 +335,7 @@ class FakeModel:
         """
         modules = self.traced.stages(cuts)
         passes = []
-        with self._fake, self._shapes_suffice():
+        with self._passing():
             activations = self._images(rows)
             for index, stage in enumerate(modules):
                 first = index == 0

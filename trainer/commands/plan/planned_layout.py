@@ -27,8 +27,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
     """
     if nproc is not None:
         nproc = str(nproc)
-    cores = resources.count_cores()
-    processes = choose_launch(os.environ, nproc, recipe, resources.count_cuda_devices, cores).size
+    processes = choose_launch(os.environ, nproc, recipe).size
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _count_planned_gpus(recipe, processes, gpus))
     # A single process may use several devices; each of several processes uses one.

@@ -20,6 +20,7 @@ from trainer.commands.prove.check_runner import (
     wrong,
 )
 from trainer.commands.trials.engine import compute_speed, read_steps_file
+from trainer.commands.trials.significance import summarize
 from trainer.saving.files import Json
 from trainer.telemetry.flops import look_up_published
 from trainer.telemetry.readable import format_number
@@ -213,11 +214,6 @@ def measure_links(runner: CheckRunner) -> Outcome:
     fraction = max(best_rates[way] for way in slow) / best
     line = f"slow from {', '.join(shown)}: {fraction:.0%} of the fastest link"
     return wrong(line, todo, **figures)
-
-
-def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum, with the keys of proof.json."""
-    return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome:

@@ -83,7 +83,7 @@ class Traces:
     optimizer: Mapping[str, Tensor]
 
 
-def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
+def list_arguments(devices: Devices) -> list[str]:
     """Return the arguments that all runs of `STEPS` steps have in common.
 
     The layers of `cnn_gn` treat each image on its own. So losses and gradients do not depend on how
@@ -92,7 +92,7 @@ def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
     batch = 64 if 64 % devices.count == 0 else 24 * devices.count
     return [
         "recipe=digits",
-        f"model.name={model}",
+        "model.name=cnn_gn",
         f"batch_size={batch}",
         "optimizer.lr=0.001",
         "schedule.warmup_epochs=0",
@@ -175,7 +175,6 @@ def train(
     runner: CheckRunner,
     name: str,
     words: Sequence[str],
-    model: str = "cnn_gn",
     fault: str = "",
     resumes: bool = False,
 ) -> Json:
@@ -185,13 +184,13 @@ def train(
     """
     environment = {launching.EXACT: "1", "TRAINER_FAULT": fault}
     single = ["mode=single", *runner.devices.in_one_process()]
-    arguments = [*list_arguments(runner.devices, model), *single, *words]
+    arguments = [*list_arguments(runner.devices), *single, *words]
     return runner.train(name, arguments, environment, resumes=resumes)
 
 
-def trace(runner: CheckRunner, name: str, *words: str, model: str = "cnn_gn") -> Traces:
+def trace(runner: CheckRunner, name: str, *words: str) -> Traces:
     """Train as `train` does, and return the traces."""
-    train(runner, name, words, model)
+    train(runner, name, words)
     return load_traces(runner.path(name))
 
 
@@ -326,9 +325,9 @@ def check_compile(runner: CheckRunner) -> Outcome:
             "not here", "compile=true needs a C++ compiler, but none is here: install g++"
         )
     # Compilation for the CPU is slow, so a smaller network is used there.
-    model = "cnn_gn" if runner.devices.kind == "cuda" else "mlp"
-    expected = trace(runner, "compile/without", model=model)
-    actual = trace(runner, "compile/with", "compile=true", model=model)
+    words = [] if runner.devices.kind == "cuda" else ["model.name=mlp"]
+    expected = trace(runner, "compile/without", *words)
+    actual = trace(runner, "compile/with", "compile=true", *words)
     tolerance = TOLERANCE[runner.devices.kind]
     return compare_traces(actual, expected, tolerance, "train with compile=false")
 
@@ -345,12 +344,10 @@ def load_traces(path: Path) -> Traces:
     if newest is None:
         raise TrialFailed("the run left no checkpoint", 1)
 
-    def load(part: str) -> dict[str, Tensor]:
-        return {name: tensor.read() for name, tensor in newest.state.part(part).items()}
-
     norms = read_curves(path).get("train/grad_norm", ([], [], []))[2]
     losses = [float(row["train_loss"]) for row in read_steps_file(path)]
-    return Traces(losses, norms, load("model"), load("optimizer"))
+    state = newest.state
+    return Traces(losses, norms, state.tensors("model"), state.tensors("optimizer"))
 
 
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 # Distribution function and quantiles of Student's t.
@@ -147,6 +147,11 @@ def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
     """Return the ratio of `runs` to `reference` for each repeat that both have."""
     common = sorted(runs.keys() & reference.keys())
     return [runs[repeat] / reference[repeat] for repeat in common]
+
+
+def summarize(values: Sequence[float]) -> dict[str, Any]:
+    """Return median, minimum and maximum, with the keys of proof.json and compare.json."""
+    return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def compute_deviation(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -572,6 +572,24 @@ def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
     assert len(replays) == (4 if "nproc=4" in words else 2) and min(replays) > 5
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "fsdp" else pytest.mark.full)
+        for name in RANKS
+    ],
+)
+def test_ranks_that_replay_compiled_code_are_ranks_that_launch_it(name, tmp_path):
+    words, warm = RANKS[name]
+    words += " compile=true"
+    plugin = "tests.simulated.compiled_tape_plugin"
+    eager, _ = commanded(words, "false", 0, tmp_path, plugin)
+    played, replays = commanded(words, "true", warm, tmp_path, plugin)
+    assert differences(eager, played) == []
+    assert len(replays) == 2 and min(replays) > 5
+    assert played.output.count("compiled code is recorded") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason", "has_replayed"),

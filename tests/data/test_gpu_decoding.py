@@ -15,8 +15,8 @@ from tests.data.archives.making import tarred
 from tests.data.loading import epoch
 from tests.data.photo_folders import exif, scene
 from tests.simulated.simcuda import simulated
-from trainer.commands.predict import labelling
-from trainer.commands.predict.labelling import Labeller, Preparation
+from trainer.commands.predict import labelling, predict_command
+from trainer.commands.predict.labelling import Labeller, LabelModel, Preparation
 from trainer.data import as_pictures, gpu_decoding, open_datasets
 from trainer.data.gpu_decoding import load_decoder
 from trainer.data.photos import photo_reader
@@ -87,6 +87,8 @@ class FakeDecoder:
 def decoder(monkeypatch):
     fake = FakeDecoder()
     monkeypatch.setattr(gpu_decoding, "load_decoder", lambda device, channels: fake)
+    # A batch has several lists.
+    monkeypatch.setattr(gpu_decoding, "TOGETHER", 4)
     return fake
 
 
@@ -255,6 +257,16 @@ def predictor(*words, device="cpu", preparation=SMALL, **options):
     return worker
 
 
+@pytest.fixture
+def own_threads():
+    """A worker sets its process's threads and warnings."""
+    before = torch.get_num_threads()
+    with warnings.catch_warnings():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("own_threads")
 @pytest.mark.parametrize("threads", [0, 2])
 def test_predict_decodes_the_same_photos_as_an_evaluation(
     loading, photos, monkeypatch, decoder, threads
@@ -270,10 +282,9 @@ def test_predict_decodes_the_same_photos_as_an_evaluation(
     datasets = open_datasets(load(None, *words))
     loader = loading(datasets, *words)
     evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
-    with warnings.catch_warnings():
-        worker = predictor(
-            *words, preparation=Preparation.of(datasets), source=datasets.val, threads=threads
-        )
+    worker = predictor(
+        *words, preparation=Preparation.of(datasets), source=datasets.val, threads=threads
+    )
     decoder.lists.clear()
     items = list(range(len(datasets.val)))
     paths = [datasets.val.where(item) for item in items]
@@ -281,7 +292,7 @@ def test_predict_decodes_the_same_photos_as_an_evaluation(
         assert [row.error for row in worker.batch(worker.prepare(rows))] == [""] * len(rows)
         assert torch.equal(worker.model.images, evaluated)
     # All photos except the turned one, the large one and the PNG.
-    assert decoder.lists == [18, 18]
+    assert decoder.lists == 2 * [4, 4, 4, 4, 2]
 
 
 def test_predict_names_a_damaged_photo_and_labels_the_others(tmp_path, decoder):
@@ -312,6 +323,7 @@ def test_an_error_of_the_gpu_reaches_the_pool(photos, monkeypatch, decoder, step
         worker.batch([str(photos / "val" / "a" / "00.jpg")])
 
 
+@pytest.mark.usefixtures("own_threads")
 def test_predict_on_a_simulated_gpu_has_no_race(photos, monkeypatch):
     paths = [str(path) for path in sorted((photos / "val").rglob("*.*"))]
     inputs = []
@@ -324,8 +336,8 @@ def test_predict_on_a_simulated_gpu_has_no_race(photos, monkeypatch):
                     lambda data: [copy_to_device(decode_jpeg(one, 3), device) for one in data]
                 ),
             )
-            worker = predictor(device=device)
-            assert not any(row.error for row in worker.batch(paths))
+            worker = predictor(device=device, threads=2)
+            assert not any(row.error for row in worker.batch(worker.prepare(paths)))
             inputs.append(worker.model.images.cpu())
         assert machine.errors == []
     difference = (inputs[0] - inputs[1]).abs().max()
@@ -341,7 +353,23 @@ def test_a_device_without_a_decoder_is_refused():
         load_decoder(torch.device("cpu"), 3)
 
 
-def test_a_run_without_a_gpu_suggests_what_works(photos, tmp_path):
+class PoolOfThisProcess:
+    def __init__(self, devices, worker, arguments, **_):
+        self.worker = worker(*arguments)
+        self.worker.setup(torch.device(devices[0]))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def map(self, items):
+        return iter(self.worker.batch([*items]))
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_a_run_without_a_gpu_suggests_what_works(photos, tmp_path, decoder, monkeypatch):
     words = [
         "data.name=imagefolder",
         f"data.root={photos}",
@@ -362,6 +390,17 @@ def test_a_run_without_a_gpu_suggests_what_works(photos, tmp_path):
     assert ended.returncode == 2
     assert suggested(ended.stderr) == ["data.decode=cpu"]
     assert trainer(*words, "data.decode=cpu").returncode == 0
+    # The same in this process, with a decoder.
+    monkeypatch.setattr(predict_command, "load_decoder", gpu_decoding.load_decoder)
+    monkeypatch.setattr(predict_command, "DevicePool", PoolOfThisProcess)
+    words = ["data.decode=gpu", "devices=[cpu]", "threads=1"]
+    model = LabelModel.read(tmp_path / "run", words, [str(photos / "val")])
+    predict_command.label(model, tmp_path / "labels on a gpu")
+    assert len(decoder.lists) == 5
+    rows = [
+        (tmp_path / name / "predictions.csv").read_text() for name in ("labels", "labels on a gpu")
+    ]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,14 @@ def test_topology(
     assert choose_launch(environment, nproc, load(None, *words)) == expected
 
 
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cards and two cores, whatever machine this is."""
+    monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0))
+    monkeypatch.setattr(resources, "count_cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_cores")
 def test_gpus_are_counted_only_where_they_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> cards.Cards:
         raise AssertionError("counted")
@@ -220,6 +228,7 @@ def test_gpus_are_counted_only_where_they_decide(monkeypatch: pytest.MonkeyPatch
         ),  # ranks go round the nodes
     ],
 )
+@pytest.mark.usefixtures("two_cores")
 def test_an_inconsistent_launch_is_one_line(
     environment: dict[str, str], nproc: str | None, expected: str
 ) -> None:
@@ -259,6 +268,7 @@ PMI2 = {
         ({**ompi(0, 2, 0, 2), "NPROC": "1"}, None, (), "NPROC=1"),
     ],
 )
+@pytest.mark.usefixtures("two_cores")
 def test_tasks_that_would_each_train_alone_are_refused(
     environment: dict[str, str], nproc: str | None, words: tuple[str, ...], names: str
 ) -> None:

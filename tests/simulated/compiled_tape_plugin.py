@@ -1,7 +1,7 @@
 """The tape with compiled code: `plugin=tests.simulated.compiled_tape_plugin`.
 
-The kernels of the compiler are torch's own operators here, which a tape can record. In compiled
-code it does not see Python functions that read a tensor without an operator.
+The kernels of the compiler are torch's own operators here, which a tape can record. This tape does
+not see Python functions that read a tensor without an operator, such as `tolist`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from tests.simulated import tape
 
-RECORDED = "compiled code is recorded"
-TOLD: list[str] = []
+MESSAGE = "compiled code is recorded"
+printed: list[str] = []
 
 
 class NoReads(tape.Reads):
@@ -33,11 +33,11 @@ class NoReads(tape.Reads):
 def compile_to_operators(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
     compiled = aot_eager(graph, examples)
 
-    def call(*given: Any) -> Any:
-        if tape.is_recording() and not TOLD:
-            TOLD.append(RECORDED)
-            print(RECORDED, flush=True)
-        return compiled(*given)
+    def call(*arguments: Any) -> Any:
+        if tape.is_recording() and not printed:
+            printed.append(MESSAGE)
+            print(MESSAGE, flush=True)
+        return compiled(*arguments)
 
     return call
 

@@ -137,7 +137,7 @@ class PhotoDecoder:
                 )
             return
         self._has_decoded = True
-        prepare = self._preparation.draw(epoch, index)
+        prepare = self._preparation.build(epoch, index)
         # Copies, because on a CPU the pixels replace the bytes.
         data = (memory[row, :length].clone() for row, length in report.encoded)
         pictures = self._decoder.open(data)

@@ -159,6 +159,7 @@ class DevicePool:
         Raises:
             ItemError: an item failed, with on_error="raise".
             PredictionError: the setup of a worker failed, or the pool was closed.
+            TrainerError: the setup of a worker raised this error.
             Exception: an exception of `items`, raised after the results of all previous items.
         """
         # Items of a sequence exist at the same time. Other iterables may reuse one buffer, so their

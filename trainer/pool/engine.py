@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from trainer.errors import PredictionError, RecipeError
+from trainer.errors import PredictionError, RecipeError, TrainerError
 from trainer.pool.handles import ProcessHandle
 from trainer.pool.scheduler import PoolWorker, Scheduler
 from trainer.pool.stream import Job, Stream
@@ -211,6 +211,9 @@ class Engine:
         for message, packed in worker.handle.receive():
             if message.kind == Kind.BROKEN:
                 failure = packed.open()
+                original = failure.original()
+                if isinstance(original, TrainerError):
+                    raise original
                 error = PredictionError(f"the setup of {worker} failed: {failure.message}")
                 error.add_note(f"in the worker:\n{failure.traceback}")
                 raise error

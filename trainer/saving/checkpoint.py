@@ -104,7 +104,8 @@ class State:
         """
         shards_by_name: dict[str, list[Shard]] = {}
         for stem, shards in self.shards.items():
-            if name not in (stem, stem.rpartition("-")[0]):
+            is_of_rank = OF_RANK.fullmatch(stem) and stem.rpartition("-")[0] == name
+            if stem != name and not is_of_rank:
                 continue
             for key, shard in shards.items():
                 collected = shards_by_name.setdefault(key, [])

@@ -192,7 +192,7 @@ class FakeModel:
         If `gradients` is true, the gradients exist before the pass and do not count. Otherwise the
         pass allocates them, and they count.
         """
-        with self._passing():
+        with self._run_fake_pass():
             run = partial(self.in_precision, self.model)
             return self._pass(self.model, run, self._images(rows), gradients, last=True)
 
@@ -212,7 +212,7 @@ class FakeModel:
         return measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
-    def _passing(self) -> Iterator[None]:
+    def _run_fake_pass(self) -> Iterator[None]:
         """Run a pass of fake tensors in this block, and turn its error into a RecipeError.
 
         The usual causes are a model that needs values, and an operator without a meta kernel.
@@ -239,7 +239,7 @@ class FakeModel:
 
     def forward_flops(self, rows: int) -> int:
         """Count the FLOPs of one forward pass on `rows` images."""
-        with self._passing():
+        with self._run_fake_pass():
             return _count_flops(self.model, self._images(rows))[1]
 
     def unit_sizes(self) -> list[int]:
@@ -315,7 +315,7 @@ class FakeModel:
         """
         costs = []
         modules = self.traced.stages(self.traced.cuts)
-        with self._passing():
+        with self._run_fake_pass():
             activations = self._images(rows)
             for block in modules:
                 run = partial(self.in_precision, block)
@@ -335,7 +335,7 @@ class FakeModel:
         """
         modules = self.traced.stages(cuts)
         passes = []
-        with self._passing():
+        with self._run_fake_pass():
             activations = self._images(rows)
             for index, stage in enumerate(modules):
                 first = index == 0

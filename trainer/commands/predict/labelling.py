@@ -208,7 +208,7 @@ class Labeller:
             channels = self.preparation.channels
             self._jpeg_decoder = JpegDecoder(device, channels)
             self._most_bytes = channels * math.prod(sides(self.preparation.image_size))
-        self._decoders: ThreadPoolExecutor | None = None
+        self._readers: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
                 # Otherwise, torch would start one thread per core for each decoding thread.
@@ -219,7 +219,7 @@ class Labeller:
             # A user's own data set may not be thread-safe, so one thread reads its items.
             is_thread_safe = self.source is None or isinstance(self.source, EncodedPhotos)
             threads = self.threads if is_thread_safe else 1
-            self._decoders = ThreadPoolExecutor(threads, "decoding")
+            self._readers = ThreadPoolExecutor(threads, "reading")
         # Notices go to stderr, because stdout may hold the results.
         say = partial(print, file=sys.stderr, flush=True)
         self._forward = ReplayedForward(
@@ -232,8 +232,8 @@ class Labeller:
         Without decoding threads, `items` are returned as they are. The pool calls this when a batch
         arrives, while the previous batch is labeled.
         """
-        if self._decoders:
-            return [self._decoders.submit(self._read, item) for item in items]
+        if self._readers:
+            return [self._readers.submit(self._read, item) for item in items]
         return items
 
     def batch(self, items: Sequence[Any]) -> list[Labels]:
@@ -247,7 +247,8 @@ class Labeller:
             pictures = self._jpeg_decoder.open(images[row].jpeg for row in encoded)
             for row, picture in zip(encoded, pictures, strict=True):
                 try:
-                    images[row] = self._prepare(picture)
+                    # A copy, because a crop keeps the memory of the whole image.
+                    images[row] = self._prepare_picture(picture).clone()
                 except Exception as error:
                     if is_of_device(error):
                         raise
@@ -256,18 +257,18 @@ class Labeller:
         labels = iter(self._label(readable))
         return [image if isinstance(image, Labels) else next(labels) for image in images]
 
-    def _read(self, item: Any) -> Any:
+    def _read(self, item: Any) -> Tensor | Picture | Labels:
         """Return the image of an item, a `Picture` to decode on the device, or `Labels`."""
         try:
             picture = self._open(item)
             if picture.jpeg is not None and len(picture.jpeg) <= self._most_bytes:
                 return picture
-            return self._prepare(picture)
+            return self._prepare_picture(picture)
         # Decoders raise exceptions of any type for a damaged image, which must not stop the worker.
         except Exception as error:
             return Labels((), (), describe_failure(error))
 
-    def _prepare(self, picture: Picture) -> Tensor:
+    def _prepare_picture(self, picture: Picture) -> Tensor:
         preparation = self.preparation
         return prepare_for_evaluation(
             picture,

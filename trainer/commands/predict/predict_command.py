@@ -137,7 +137,7 @@ def label(trained: LabelModel, folder: Path) -> None:
         devices = prediction_devices("auto", 0, count_cores())
     gpu_decoding = recipe.data.decode == "gpu"
     if gpu_decoding and "cpu" in devices:
-        # This raises the error that a worker would raise.
+        # Raise the error of a worker before workers start.
         load_decoder(torch.device("cpu"), trained.preparation.channels)
     size = trained.count_features() if options.features else None
     _claim(folder)

@@ -280,7 +280,7 @@ class PhotoPreparation:
         same_size = recipe.data.train_size in (None, recipe.data.image_size)
         self._training_shorter = self._shorter if same_size else None
 
-    def draw(self, epoch: int | None, index: Array) -> Callable[[int, Picture], Tensor]:
+    def build(self, epoch: int | None, index: Array) -> Callable[[int, Picture], Tensor]:
         """Return the function that prepares a row's photo as (C, H, W) uint8, for a `Key`."""
         if epoch is None:
             return lambda row, picture: prepare_for_evaluation(
@@ -353,7 +353,7 @@ class Reader:
         attempts = NEIGHBOURS if self.skip and epoch is not None else 1
         row = 0
         with private_draws(), self._generators.restored():
-            prepare = self.preparation.draw(epoch, index)
+            prepare = self.preparation.build(epoch, index)
             for place in index.tolist():
                 for step in range(attempts):
                     image, label, failed = self._read(

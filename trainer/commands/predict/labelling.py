@@ -241,7 +241,9 @@ class Labeller:
 
         An item that cannot be read gets the reason in `Labels.error`.
         """
-        images = [item.result() if isinstance(item, Future) else self._read(item) for item in items]
+        images: list[Any] = [
+            item.result() if isinstance(item, Future) else self._read(item) for item in items
+        ]
         if self._jpeg_decoder:
             encoded = [row for row, image in enumerate(images) if isinstance(image, Picture)]
             pictures = self._jpeg_decoder.open(images[row].jpeg for row in encoded)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.errors import RecipeError
 from trainer.pool import current_device
 
 
@@ -207,6 +208,11 @@ class BrokenSetup:
 
     def __call__(self, item):
         return item
+
+
+class RefusedSetup(BrokenSetup):
+    def setup(self, device):
+        raise RecipeError("type devices=[cpu]")
 
 
 class DeadSetup(BrokenSetup):

@@ -20,7 +20,7 @@ import torch
 from tests import warm
 from tests.command_line import alive, blocks, environment, orphaned_blocks, within
 from tests.pool import pool_workers as workers
-from trainer.errors import PredictionError, explain
+from trainer.errors import PredictionError, RecipeError, explain
 from trainer.pool import DevicePool, ItemError
 
 
@@ -169,6 +169,13 @@ def test_a_broken_setup_is_an_error_at_once(use):
         assert 'raise FileNotFoundError("no weights")' in e.value.__notes__[0]
         with pytest.raises(PredictionError, match="no weights"):
             list(pool.map([1]))
+
+
+def test_a_setup_that_refuses_its_arguments_says_what_to_type():
+    with DevicePool(["cpu"], workers.RefusedSetup) as pool:
+        for _ in range(2):
+            with pytest.raises(RecipeError, match=r"^type devices=\[cpu\]$"):
+                list(pool.map([1]))
 
 
 def test_a_setup_that_kills_is_not_tried_for_ever():

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import signal
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,17 @@ def _room_on_the_card(
     with (tmp_path_factory.getbasetemp().parent / "card").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if "too_many" in request.fixturenames else fcntl.LOCK_SH)
         yield
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Put back the threads and warnings of this process, which a worker of predict sets."""
+    import torch
+
+    before = torch.get_num_threads()
+    with warnings.catch_warnings():
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

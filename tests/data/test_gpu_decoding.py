@@ -1,7 +1,6 @@
 """data.decode=gpu, with a CPU's decoder in the place of a GPU's."""
 
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -255,15 +254,6 @@ def predictor(*words, device="cpu", preparation=SMALL, **options):
     worker = Labeller(Recorder(), preparation, recipe, task, gpu_decoding=True, **options)
     worker.setup(torch.device(device))
     return worker
-
-
-@pytest.fixture
-def own_threads():
-    """A worker sets its process's threads and warnings."""
-    before = torch.get_num_threads()
-    with warnings.catch_warnings():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("own_threads")

@@ -4,7 +4,6 @@ passes.
 
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -39,15 +38,6 @@ def labeller(*words, threads=0):
     actual = Labeller(Means(), preparation, load(None, *words), task, None, threads)
     actual.setup(torch.device("cpu"))
     return actual
-
-
-@pytest.fixture
-def own_threads():
-    """A worker sets its process's threads and warnings."""
-    before = torch.get_num_threads()
-    with warnings.catch_warnings():
-        yield
-    torch.set_num_threads(before)
 
 
 def test_decoding_in_threads_labels_alike(own_threads, photos):

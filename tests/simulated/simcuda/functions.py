@@ -114,9 +114,11 @@ class Functions(TorchFunctionMode):
     def _with_tags(self, func: Any, args: Any, kwargs: Any) -> Any:
         here = self.machine.here
         where = self.machine.memory.device
-        arguments = [value for value in (*args, *kwargs.values()) if is_device(value)]
+        values = (*args, *kwargs.values())
+        arguments = [value for value in values if is_device(value) and not is_meta(value)]
         tensors = [tensor for tensor in tensors_in(args) + tensors_in(kwargs) if not META(tensor)]
-        if any(is_meta(value) for value in (*args, *kwargs.values())):
+        # A device in the arguments decides, as in torch.empty_like(meta, device="cuda").
+        if not arguments and any(is_meta(value) for value in values):
             return func(*args, **kwargs)
         pinned = kwargs.get("pin_memory") is True
         if arguments or pinned:

@@ -443,7 +443,8 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading, victim):
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_named_in_bounded_time(loading):
-    loader = loading(photo_sets(), "data.workers=1")
+    # So many samples that the worker cannot have read them all before it is stopped.
+    loader = loading(photo_sets(train=800), "data.workers=1")
     batches = loader.training(0)
     start = time.monotonic()
     next(batches)

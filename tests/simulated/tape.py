@@ -300,6 +300,11 @@ class Recording(Watch):
             free = set(self.pool.free())
             self.lost = [key for key in self.made if key in free]
             self.pool.spoil([*self.made])
+            # A CPU refuses -1 as an index when a later recording reads it, which a GPU that only
+            # records does not do.
+            for key in self.made:
+                if not self.pool.made[key].is_floating_point():
+                    self.pool.made[key].zero_()
 
     @property
     def result(self) -> Any:

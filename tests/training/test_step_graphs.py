@@ -618,6 +618,22 @@ def test_ranks_do_not_capture_copies_of_buffers(mode, tmp_path):
     assert "graphs=false" in refused.stderr
 
 
+@pytest.mark.full("a teacher")
+@pytest.mark.parametrize(
+    "mode",
+    ["ddp", "fsdp", f"pipeline {CUT} pipeline.schedule=1f1b pipeline.microbatches=2"],
+    ids=["ddp", "fsdp", "pipeline"],
+)
+def test_ranks_with_a_teacher_replay_what_they_launch(mode, tmp_path):
+    teacher = tmp_path / "teacher"
+    ok(*latest(*BASE.split(), "model.name=cnn", "epochs=1", f"output={teacher}"))
+    words = f"mode={mode} distill.teacher={teacher} {SGD}"
+    eager, none = commanded(words, "false", 0, tmp_path)
+    played, replays = commanded(words, "true", 2, tmp_path)
+    assert differences(eager, played) == [] and none == []
+    assert len(replays) == 2 and min(replays) > 5
+
+
 NEVER = 1000  # steps before one is captured, in a run of fewer steps
 
 
@@ -816,6 +832,17 @@ FAILURES = {
         "        raise torch.OutOfMemoryError('out of memory')\n"
         "    return plain(calls, work, *given)\n"
         "StageCalls.run = run\n",
+    ),
+    # Torch raises another error, about tensors, from this one.
+    "pipeline, backward": (
+        f"mode=pipeline {CUT} pipeline.schedule=1f1b pipeline.microbatches=2",
+        "import os, torch\n"
+        "plain = torch.autograd.backward\n"
+        "def backward(*given, **named):\n"
+        "    if cuda_graphs.is_capturing and os.environ['RANK'] == '1':\n"
+        "        raise torch.OutOfMemoryError('out of memory')\n"
+        "    plain(*given, **named)\n"
+        "torch.autograd.backward = backward\n",
     ),
 }
 

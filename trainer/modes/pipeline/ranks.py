@@ -389,9 +389,9 @@ class ProcessPipeline(Staged):
         def wrap(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
                 letter = kind if kwargs.get("full_backward", True) else "I"
-                work = partial(method, chunk, *args, **kwargs)
+                work = unwrap_stage_errors()(partial(method, chunk, *args, **kwargs))
                 action = Action(letter, index, chunk)
-                with self.recorder.action(self.pipe_rank, action), unwrap_stage_errors():
+                with self.recorder.action(self.pipe_rank, action):
                     return self.calls.run(work, stage, action)
 
             return run

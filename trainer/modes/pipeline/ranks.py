@@ -387,9 +387,11 @@ class ProcessPipeline(Staged):
         """Wrap the methods that schedules call: `calls` runs them, and `recorder` times them."""
 
         def wrap(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+            method = unwrap_stage_errors()(method)
+
             def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
                 letter = kind if kwargs.get("full_backward", True) else "I"
-                work = unwrap_stage_errors()(partial(method, chunk, *args, **kwargs))
+                work = partial(method, chunk, *args, **kwargs)
                 action = Action(letter, index, chunk)
                 with self.recorder.action(self.pipe_rank, action):
                     return self.calls.run(work, stage, action)
